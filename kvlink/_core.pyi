@@ -162,12 +162,12 @@ class PathStats:
     def counts(
         self,
     ) -> tuple[
-        int, int, int, int, int, int, dict[str, int],
+        int, int, int, int, int, int, dict[str, int], dict[tuple[bool, int], int],
         tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]],
         tuple[int, list[int]],
     ]:  # fmt: skip
-        """valid, bytes, ops, segments, unsettled, redone, failed by exception; then (sum in ns, buckets) of plan,
-        read, validate, settle and all."""
+        """valid, bytes, ops, segments, unsettled, redone, failed by exception, stale by (soft, reason); then
+        (sum in ns, buckets) of plan, read, validate, settle and all."""
 
 class PreparedPlan:
     """The reads of a pull that `Connection.prepare` planned."""
@@ -213,8 +213,9 @@ class Connection:
     ) -> Transfer | None:
         """Starts a transfer. Returns None if the connection is broken.
 
-        `tokens` and `layers` are half-open ranges. `seat` is (slot, nonce, settle nonce); with a settle nonce of 0 the
-        transfer only validates. `stream`: 0 if all is ready, 1 if `ready` counts blocks, 2 if it counts layers.
+        `tokens` and `layers` are half-open ranges. `seat` is (slot, nonce, settle nonce); with a settle nonce of 0, or
+        1 for a shared seat, the transfer only validates. `stream`: 0 if all is ready, 1 if `ready` counts blocks, 2 if
+        it counts layers.
         Arguments go by position: pybind11 needs 1 us more for keywords.
         """
     def pull_groups(
@@ -342,6 +343,14 @@ class Engine:
         """(slot, nonce, settle nonce) of each reader."""
     def grant_at(self, lease: int, seats: Sequence[tuple[int, int, int]], ready: int, ttl_s: float) -> None:
         """As grant(), at (slot, nonce, settle nonce) that the caller chose."""
+    def grant_soft(self, blocks: Any, ready: int, ttl_s: float) -> tuple[int, int, int]:
+        """(slot, nonce, 1) for any number of readers; `blocks` is a buffer of uint32. ttl_s 0: it does not expire."""
+    def grant_soft_at(self, seat: tuple[int, int, int], blocks: Any, ready: int, ttl_s: float) -> None:
+        """As grant_soft(), at a seat (slot, nonce, 1) that the caller chose."""
+    def revoke(self, blocks: Any) -> int:
+        """Ends the soft leases that cover one of the blocks, and returns their number."""
+    def soft_lease_counts(self) -> tuple[int, int, int, int, int]:
+        """active, granted, evicted, displaced, expired."""
     def set_ready(self, lease: int, ready: int) -> bool: ...
     def set_ttl(self, lease: int, ttl_s: float) -> bool:
         """Counted from now, sooner or later than it was to end."""

@@ -6,10 +6,11 @@ It travels in the router's message (as text) or through the coordinator (as byte
     magic "KVT1" | u16 header bytes | u16 version | u32 crc32 of everything after this field
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 rank | u16 num_ranks
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms | u16 num_groups
-    [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags]]
+    [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags, zeros for none,
+        [u32 num_digests | u8 bytes of each]]]
         (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
-    num_seats x (u32 slot, u64 nonce, u64 settle nonce) | request_id | worker_id | agent | num_blocks x u32
-    [num_groups x u32 blocks of each cache group, if there are several]
+    num_seats x (u32 slot, u64 nonce, u64 settle nonce, 1 for a shared seat) | request_id | worker_id | agent
+    num_blocks x u32 | [num_groups x u32 blocks of each cache group, if there are several] | [digests]
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
+from kvlink.names import MAX_NAME_BYTES, check_name
+from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests
 from kvlink.tracing import traceparent
 from kvlink.tracing.traceparent import TraceParent
 from kvlink.types import PROTOCOL_VERSION, ReadyUnit
@@ -34,22 +37,22 @@ from kvlink.types import PROTOCOL_VERSION, ReadyUnit
 _PREFIX = struct.Struct("<4sHHI")
 _HEADER = struct.Struct("<QIIIBBHHHHHIH")
 _SEAT = struct.Struct("<IQQ")
-_MAGIC = b"KVT1"
-
-_UNSIGNED = b""
+_MAGIC, _UNSIGNED = b"KVT1", b""
 
 MAX_BLOCKS = 1 << 20
 SMALLEST_NONCE = 256
 """Slots without a lease hold smaller values. Slot 0 is the header of the lease table."""
+SHARED_SEAT = 1
+"""In place of a settle nonce: the one seat of a soft lease, under which any number of readers read."""
 MAX_SLOTS = 1 << 20
 """The largest number of slots of a lease table, without its header."""
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
-MAX_NAME_BYTES = 512
 MAX_TICKET_BYTES = (
     _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 4 * MAX_GROUPS
-)
+    + MAX_DIGEST_BYTES
+)  # fmt: skip
 
 _TEXT_PREFIX = "S1ZUM"
 """The start of the text of every ticket, which is its magic in base64."""
@@ -57,24 +60,6 @@ _AROUND = " \t\r\n\"'"
 """Characters that copying may add around a text."""
 _WITHIN = re.compile(_TEXT_PREFIX + r"[\w-]{90}", re.ASCII)
 """Matches the shortest ticket inside of another text."""
-
-
-def check_name(name: object, what: str) -> None:
-    """Raises ConfigError unless `name` can be a request or worker id. `what` says which of the two it is.
-
-    The error quotes at most the start of the name.
-    """
-    if not isinstance(name, str):
-        raise ConfigError(f"{what} must be text, not {type(name).__name__}")
-    try:
-        num_bytes = len(name) if name.isascii() else len(name.encode())
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{what} {name!a:.40} has a lone surrogate at index {error.start}, which UTF-8 cannot hold"
-        ) from None
-    if not 0 < num_bytes <= MAX_NAME_BYTES:
-        start = f", beginning with {name!r:.40}" if name else ""
-        raise ConfigError(f"{what} has {num_bytes} bytes{start}; it must have 1 to {MAX_NAME_BYTES} bytes")
 
 
 def check_request_id(name: object) -> None:
@@ -121,17 +106,21 @@ class Ticket:
     """The rank of the owner among all ranks of its server, see kvlink.layout.rank_of."""
     num_ranks: int = 1
     ttl_s: float = 30.0
+    """0 for a soft lease that does not expire."""
     signature: bytes = _UNSIGNED
     """Covers every field except `trace`. See `kvlink.control.security.tickets`."""
     group_sizes: tuple[int, ...] = ()
     """The number of block ids of each cache group. Empty if there is only one group."""
     trace: TraceParent | None = None
     """The span that created the ticket. It is not signed, because older peers would reject a signature over it."""
+    digests: PrefixDigests | None = None
+    """The digests of prefixes of the tokens, which the owner passed to `Worker.offer_soft`."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a seat that no lease can have. Every ticket passes this check, whatever its source."""
         for seat in self.seats:
-            if not 0 < seat.slot <= MAX_SLOTS or min(seat.nonce, seat.settle_nonce) < SMALLEST_NONCE:
+            settles = seat.settle_nonce >= SMALLEST_NONCE or self.soft
+            if not 0 < seat.slot <= MAX_SLOTS or seat.nonce < SMALLEST_NONCE or not settles:
                 raise ConfigError(
                     f"request {self.request_id!r:.80}: the ticket is forged: no lease has slot {seat.slot}, or its "
                     "nonces are not random"
@@ -141,8 +130,19 @@ class Ticket:
         """Describes the ticket without its secrets."""
         return (
             f"Ticket({self.request_id!r} on {self.worker_id!r} epoch {self.epoch}: {self.num_tokens} tokens in "
-            f"{len(self.block_ids)} blocks, {len(self.seats)} seat(s))"
+            f"{len(self.block_ids)} blocks, {'soft' if self.soft else f'{len(self.seats)} seat(s)'})"
         )
+
+    @property
+    def soft(self) -> bool:
+        """Whether the lease is soft: it pins no block, any number of readers may use it, and none settles it."""
+        return len(self.seats) == 1 and self.seats[0].settle_nonce == SHARED_SEAT
+
+    def common_tokens(self, digests: Sequence[bytes]) -> int:
+        """Returns how many of the first tokens a reader's prompt has in common, whose prefixes have these digests."""
+        if self.digests is None:
+            return 0
+        return self.digests.num_common(digests) * (self.num_tokens // len(self.digests))
 
     def groups(self) -> list[array[int]]:
         """Returns the block ids of each cache group."""
@@ -157,12 +157,14 @@ class Ticket:
         header += self.signature
         if self.trace is not None:
             header = header.ljust(_SIGNED_BYTES, b"\0") + self.trace.to_bytes()
+        if self.digests is not None:
+            header = header.ljust(_TRACED_BYTES, b"\0") + self.digests.header()
         body = header + rest
         return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
 
     def signed_bytes(self) -> bytes:
         """Returns the bytes that a signature covers. Raises ConfigError as `to_bytes` does."""
-        return _MAGIC + b"".join(self._parts())
+        return _MAGIC + b"".join(self._parts()) + (b"" if self.digests is None else self.digests.header())
 
     def _parts(self) -> tuple[bytes, bytes]:
         names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
@@ -181,7 +183,8 @@ class Ticket:
         )  # fmt: skip
         seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
         sizes = struct.pack(f"<{len(self.group_sizes)}I", *self.group_sizes)
-        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + sizes
+        digests = b"" if self.digests is None else self.digests.checked(self.num_tokens).data
+        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + sizes + digests
 
     def to_text(self) -> str:
         """Returns a form of `to_bytes` that is safe in URLs and JSON."""
@@ -252,8 +255,10 @@ def _parse(blob: bytes) -> Ticket:
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
     at += num_seats * _SEAT.size
     listed = num_groups if num_groups > 1 else 0
-    if len(body) != at + sum(name_bytes) + 4 * (num_blocks + listed):
+    end = at + sum(name_bytes) + 4 * (num_blocks + listed)
+    if len(body) < end:
         raise ValueError("the length differs from the header")
+    digests = PrefixDigests.parse(body[_TRACED_BYTES:header_bytes], body[end:], num_tokens)
     names = []
     for size in name_bytes:
         names.append(bytes(body[at : at + size]).decode())
@@ -264,7 +269,7 @@ def _parse(blob: bytes) -> Ticket:
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
-        signature=signature, group_sizes=group_sizes, trace=trace,
+        signature=signature, group_sizes=group_sizes, trace=trace, digests=digests,
     )  # fmt: skip
 
 

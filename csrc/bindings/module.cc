@@ -34,12 +34,20 @@ void register_path_stats(py::module_& m) {
         for (size_t code = 1; code < counts.failed.size(); ++code) {
           if (counts.failed[code] > 0) failed[name_of(static_cast<Code>(code))] = counts.failed[code];
         }
+        py::dict stale;
+        for (const bool soft : {false, true}) {
+          for (size_t why = 0; why < counts.stale[soft].size(); ++why) {
+            if (counts.stale[soft][why] > 0) stale[py::make_tuple(soft, why)] = counts.stale[soft][why];
+          }
+        }
         return py::make_tuple(counts.valid, counts.bytes, counts.num_ops, counts.num_segments,
-                              counts.unsettled, counts.redone, failed, durations(counts.plan),
+                              counts.unsettled, counts.redone, failed, stale, durations(counts.plan),
                               durations(counts.read), durations(counts.validate), durations(counts.settle),
                               durations(counts.total));
       });
 }
+
+int64_t soft_ttl_ns(double ttl_s) { return ttl_s > 0 ? to_ns(ttl_s) : kNoExpiryNs; }
 
 LeaseTable& leases_of(Engine& engine) {
   check(engine.process().check());
@@ -141,6 +149,33 @@ void register_engine(py::module_& m) {
             check(self.grant_at(lease, seats, ready, to_ns(ttl_s)));
           },
           py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "grant_soft",
+          [](Engine& self, py::handle blocks, uint64_t ready, double ttl_s) {
+            check(self.process().check());
+            return take(self.grant_soft(BlockIds(blocks), ready, soft_ttl_ns(ttl_s)));
+          },
+          py::arg("blocks"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "grant_soft_at",
+          [](Engine& self, const LeaseSeat& seat, py::handle blocks, uint64_t ready, double ttl_s) {
+            check(self.process().check());
+            check(self.grant_soft_at(seat, BlockIds(blocks), ready, soft_ttl_ns(ttl_s)));
+          },
+          py::arg("seat"), py::arg("blocks"), py::arg("ready"), py::arg("ttl_s"))
+      .def(
+          "revoke",
+          [](Engine& self, py::handle blocks) {  // with the GIL: it is short, and every step calls it
+            check(self.process().check());
+            return self.revoke(BlockIds(blocks));
+          },
+          py::arg("blocks"))
+      .def("soft_lease_counts",
+           [](Engine& self) {
+             const SoftLeaseCounts counts = leases_of(self).soft_counts();
+             return py::make_tuple(counts.active, counts.granted, counts.evicted, counts.displaced,
+                                   counts.expired);
+           })
       .def(
           "set_ready",
           [](Engine& self, uint64_t lease, uint64_t ready) {

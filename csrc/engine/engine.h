@@ -95,6 +95,12 @@ class Engine {
   /// Grants through the engine, so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
+  Result<LeaseSeat> grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns);
+  Status grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                       int64_t ttl_ns);
+  /// Ends the soft leases that cover one of the blocks, and returns their number. On return the blocks may be
+  /// written: what is read from then on does not validate, and transports with guards send none of it.
+  uint32_t revoke(std::span<const uint32_t> blocks);
   /// Sweeps, then returns the leases that ended since the last call. Their blocks are free and their late
   /// readers fenced.
   std::vector<EndedLease> take_ended();
@@ -146,6 +152,7 @@ class Engine {
   void serve();
   void sweep();
   void cut_off_readers(const Swept& swept);
+  void enforce_guards();
   static void tell(Watchers& watchers, uint64_t token);
   void wake_owner();
   void close_descriptors();
@@ -164,6 +171,7 @@ class Engine {
   bool announces_ = false;  // readers of some transport do; constant from start() on
   std::atomic<uint32_t> next_connection_{0};
   std::atomic<int64_t> watch_ended_until_ns_{0};
+  std::atomic<uint64_t> fenced_soft_ends_{0};  // ends of soft leases after which guards were enforced
   std::atomic<bool> closing_{false};
   std::atomic<bool> owner_asleep_{false};
   std::mutex wake_mutex_;  // guards wake_fd_

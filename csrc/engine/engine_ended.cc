@@ -32,10 +32,7 @@ void Engine::sweep() {
 /// This comes first: a block must not be written again while a late reader could still be sent its bytes. It
 /// applies to settled leases too, because another reader may read under one again.
 void Engine::cut_off_readers(const Swept& swept) {
-  for (const TransportState& state : transports_) {
-    if (!swept.ended.empty() && state.transport && state.transport->capabilities().guards)
-      state.transport->fence(0);
-  }
+  if (!swept.ended.empty()) enforce_guards();
   for (const uint64_t reader : swept.to_fence) {
     for (const TransportState& state : transports_) {
       if (state.transport) state.transport->fence(reader);

@@ -252,7 +252,7 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
                                  transfer->seat().settle_nonce);
   }
   if (step.kind == Step::Kind::kSlot) return endpoint_->post_read(token, transfer->slot_chunk(leases_.slots));
-  if (readers_ && !transfer->announced_by(index_)) {
+  if (readers_ && !transfer->seat().is_shared() && !transfer->announced_by(index_)) {
     if (Status status = announce(*transfer); !status.ok()) return status;
   }
   const Chunk chunk = transfer->chunk(step, leases_.slots);

@@ -15,11 +15,12 @@ void Durations::add(int64_t ns) {
   sum_ns += ns;
 }
 
-void PathStats::add(const TransferStats& stats, Code code, bool unsettled) {
+void PathStats::add(const TransferStats& stats, const Status& result, bool unsettled) {
   std::lock_guard lock(mutex_);
   counts_.redone += stats.redone;
-  if (code != Code::kOk) {
-    ++counts_.failed[static_cast<size_t>(code)];
+  if (!result.ok()) {
+    ++counts_.failed[static_cast<size_t>(result.code())];
+    if (result.code() == Code::kStaleBlocks) ++counts_.stale[stats.soft][static_cast<size_t>(result.stale())];
     return;
   }
   ++counts_.valid;

@@ -26,10 +26,13 @@ struct Durations {
 
 struct PathCounts {
   static constexpr size_t kCodes = static_cast<size_t>(Code::kStaleBlocks) + 1;
+  static constexpr size_t kStaleReasons = static_cast<size_t>(StaleReason::kRestarted) + 1;
   uint64_t valid = 0, bytes = 0, num_ops = 0, num_segments = 0;  // bytes and on: of valid transfers
   uint64_t unsettled = 0;  // valid, but the owner could not be told by this path
   uint64_t redone = 0;     // steps that a lane gave back and another one, or the same, did again
   std::array<uint64_t, kCodes> failed{};
+  /// The stale ones of `failed`, by StaleReason: of leases that pin their blocks, and of soft ones.
+  std::array<std::array<uint64_t, kStaleReasons>, 2> stale{};
   Durations plan, read, validate, settle, total;  // of valid transfers; `settle` of those that settled
 };
 
@@ -38,7 +41,7 @@ class PathStats {
  public:
   explicit PathStats(const Cost& prior = {}) : model_(prior) {}
 
-  void add(const TransferStats& stats, Code code, bool unsettled);
+  void add(const TransferStats& stats, const Status& result, bool unsettled);
   PathCounts counts() const;
   /// Returns the microseconds that a pull should take which waits neither for others nor for its owner.
   double predict_us(uint64_t ops, uint64_t bytes) const;

@@ -20,7 +20,7 @@ struct PullRequest : GroupRead {
   std::span<const GroupRead> more;
   /// Instead of the groups: the reads, planned before by the same connection.
   std::shared_ptr<const Plan> prepared;
-  LeaseSeat seat;  // settle_nonce 0: validate, do not settle
+  LeaseSeat seat;  // settle_nonce 0 or kSharedSeat: validate, do not settle
   StreamUnit stream = StreamUnit::kNone;
   uint32_t num_tokens = 0;  // of the offer; used with kTokens
   int64_t deadline_ns = 0;  // by now_ns()

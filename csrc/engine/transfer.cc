@@ -22,8 +22,10 @@ constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 /// validate anything.
 bool is_made_up(const LeaseSeat& seat) {
   return seat.slot == 0 || seat.nonce < kSmallestNonce ||
-         (seat.settle_nonce != 0 && seat.settle_nonce < kSmallestNonce);
+         (seat.settle_nonce != 0 && !seat.is_shared() && seat.settle_nonce < kSmallestNonce);
 }
+
+bool settles(const LeaseSeat& seat) { return seat.settle_nonce >= kSmallestNonce; }
 
 /// Staged reads are not folded: they are examined range by range.
 bool folds(const TransferDriver& driver) { return driver.supports_repeats && !driver.policy; }
@@ -52,6 +54,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       prepared_(request.prepared),
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
+  stats_.soft = seat_.is_shared();
   if (is_made_up(seat_)) {
     refuse(Status::Config("the ticket is forged: no lease has this slot and nonce"), now);
     return;
@@ -269,7 +272,7 @@ void Transfer::on_slot(int64_t now) {
     lanes_used_ = ~0ull;
   } else if (phase_ == Phase::kValidate) {
     stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
-    if (seat_.settle_nonce == 0) return finish({}, now);
+    if (!settles(seat_)) return finish({}, now);
     phase_ = Phase::kSettle;
     phase_started_ns_ = now;
   }
@@ -322,7 +325,7 @@ void Transfer::finish(Status status, int64_t now) {
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
   if (!streams_) count_plan();
-  if (path_stats_) path_stats_->add(stats_, result_.code(), seat_.settle_nonce != 0 && !stats_.settled);
+  if (path_stats_) path_stats_->add(stats_, result_, settles(seat_) && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
   if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);

@@ -31,6 +31,7 @@ struct TransferStats {
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
   bool settled = false;
+  bool soft = false;        // its seat is shared
   bool alone = false;       // nothing else was under way when it started, and it does not stream
   double predicted_us = 0;  // of total_ns, by the path's cost model; 0 if it streams
   // If there is a staging buffer: the predicted time of both ways, and whether any of the pull was staged.

@@ -70,7 +70,7 @@ def _link(link: Link, before: Durations) -> LinkReport:
         transfers=counts.valid,
         bytes=counts.num_bytes,
         failed=sum(counts.failed.values()),
-        stale=counts.failed.get("StaleBlocks", 0),
+        stale=counts.stale_pinned,
         p50_s=recent.quantile_s(0.5),
         p99_s=recent.quantile_s(0.99),
     )

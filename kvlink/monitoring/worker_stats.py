@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvlink.durations import Durations
-from kvlink.transfer.engine import LeaseCounts, Port
+from kvlink.transfer.engine import LeaseCounts, Port, SoftLeaseCounts
 from kvlink.transfer.path_stats import Path, PathCounts
 
 
@@ -48,6 +48,7 @@ class WorkerStats:
     """Whether the worker is joined now, or None without a coordinator."""
     rejoins: int
     ports: tuple[Port, ...] = ()
+    soft_leases: SoftLeaseCounts = field(default_factory=SoftLeaseCounts)
 
 
 class StatsSource(Protocol):

@@ -46,6 +46,18 @@ class Seat(NamedTuple):
     settle_nonce: int
 
 
+class SoftLeaseCounts(NamedTuple):
+    """Counts of soft leases. `active` describes the present, and the others count since the start."""
+
+    active: int = 0
+    granted: int = 0
+    evicted: int = 0
+    """The number that ended because a block got new content."""
+    displaced: int = 0
+    """The number that ended, as the oldest one, because another lease needed the slot."""
+    expired: int = 0
+
+
 class Ended(NamedTuple):
     """A lease that has ended. `held_s` is how long it lasted in seconds."""
 
@@ -212,6 +224,10 @@ class Engine:
     def lease_counts(self) -> LeaseCounts:
         """Returns the counts of the leases of this worker's offers."""
         return LeaseCounts(*self.core.lease_counts())
+
+    def soft_lease_counts(self) -> SoftLeaseCounts:
+        """Returns the counts of this worker's soft leases."""
+        return SoftLeaseCounts(*self.core.soft_lease_counts())
 
     def close(self) -> None:
         """Breaks connections, joins threads and revokes keys. On return no peer can read the pool over a network."""

@@ -41,6 +41,8 @@ class PathTaken:
     """The predicted time with the staging buffer. None if the reader has no staging buffer."""
     restarted: str = ""
     """The error of a first attempt whose connection was cut, after which all was read again on a new connection."""
+    soft: bool = False
+    """Whether the lease was soft: the owner pinned no block, and might have given one new content during the read."""
 
     @property
     def in_clear(self) -> bool:
@@ -59,6 +61,7 @@ class PathTaken:
         lanes += self._staging
         lanes += ", not encrypted" if self.in_clear else ""
         lanes += ", inline" if self.ran_inline else ""
+        lanes += ", soft lease" if self.soft else ""
         predicted = f"predicted {self.predicted_us:.0f} us, " if self.was_predicted else ""
         restarted = f"; read again after: {self.restarted}" if self.restarted else ""
         refusals = "".join(f"; not {refusal.transport}: {refusal.reason}" for refusal in self.refused)
@@ -123,4 +126,5 @@ def path_taken(part: Part, restarted: str = "") -> PathTaken:
         stats.direct_us if has_choice else None,
         stats.staged_us if has_choice else None,
         restarted,
+        ticket.soft,
     )

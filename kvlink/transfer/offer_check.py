@@ -55,6 +55,29 @@ def checked_offer(
     return _offered(request_id, ids, sizes, tokens, ready, ReadyUnit.TOKENS, 0)
 
 
+def checked_soft_offer(
+    request_id: str, block_ids: GroupIds, groups: Sequence[KVLayout], num_tokens: NumTokens | None
+) -> OfferedBlocks:
+    """Returns the blocks of a soft offer, which are full and written.
+
+    Raises ConfigError as `checked_offer` does, for a block that is not full, and for states, which change in place.
+    """
+    if any(group.is_state for group in groups):
+        raise ConfigError(
+            f"offer {request_id}: a pool with states has no soft offers, because each step overwrites its states"
+        )
+    blocks = checked_offer(request_id, block_ids, groups, num_tokens, None, ReadyUnit.BLOCKS)
+    by_group = arrays_of(block_ids, groups, request_id)
+    each = _tokens_of_groups(request_id, by_group, groups, num_tokens)
+    for ids, group, held in zip(by_group, groups, each, strict=True):
+        if group.context.num_before(held) != len(ids) * group.block_tokens:
+            raise ConfigError(
+                f"offer {request_id}: {held} tokens do not fill {len(ids)} blocks of {group.block_tokens}, and a soft "
+                "offer has full blocks only; leave out the last one"
+            )
+    return blocks
+
+
 def _fit(num_blocks: int, group: KVLayout, tokens: int) -> bool:
     """Returns whether this rank's part of the tokens needs that many blocks.
 

@@ -39,11 +39,18 @@ class PathCounts(NamedTuple):
     """The number of steps that a lane returned and that were repeated."""
     failed: Counter[str]
     """Failed transfers by the name of the exception. StaleBlocks counts stale reads that validation detected."""
+    stale: Counter[tuple[bool, int]]
+    """Stale reads by whether the lease was soft, and by the number of the StaleReason, which says how it had ended."""
     plan: Durations
     read: Durations
     validate: Durations
     settle: Durations
     total: Durations
+
+    @property
+    def stale_pinned(self) -> int:
+        """Stale reads of blocks that should have been pinned. Those of soft leases are ordinary."""
+        return sum(number for (soft, _), number in self.stale.items() if not soft)
 
     def plus(self, other: PathCounts) -> PathCounts:
         """Returns the sum of both."""
@@ -97,5 +104,5 @@ class AllPathStats:
 
 def _read(stats: _core.PathStats) -> PathCounts:
     counts = stats.counts()
-    plan, read, validate, settle, total = (Durations(*row) for row in counts[7:])
-    return PathCounts(*counts[:6], Counter(counts[6]), plan, read, validate, settle, total)
+    durations = (Durations(*row) for row in counts[8:])
+    return PathCounts(*counts[:6], Counter(counts[6]), Counter(counts[7]), *durations)

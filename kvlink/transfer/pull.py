@@ -223,9 +223,9 @@ class Pull(SharedAwaitable[PullStats]):
     def settle(self) -> bool:
         """Settles the offer at each owner after a pull with settle=False. Returns False if an owner is unreachable.
 
-        A reader that reads a request in several pulls settles the last one after all have succeeded. Does not block.
-        """
-        parts = self._started(0) or []
+        A reader that reads a request in several pulls settles the last one after all have succeeded. A soft offer needs
+        no settle. Does not block."""
+        parts = [part for part in self._started(0) or [] if not part[0].soft]
         settled = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer, _ in parts]
         return all(settled)
 
@@ -275,7 +275,7 @@ class Pull(SharedAwaitable[PullStats]):
         if self._on_unsettled is not None:
             report, self._on_unsettled = self._on_unsettled, None
             for part in self._started(0) or []:
-                if part[2].state != SETTLED:
+                if part[2].state != SETTLED and not part[0].soft:
                     report(part)
 
     def _error(self) -> KVLinkError | None:

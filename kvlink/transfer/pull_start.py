@@ -17,7 +17,7 @@ from kvlink.background import ControlThread
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError, TransferTimeout
 from kvlink.forks import check_own, num_forks
 from kvlink.layout import GroupsAssignment
-from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.ticket import SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Transfer
@@ -89,9 +89,15 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
 
 
 def lease_words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> tuple[int, int, int]:
-    """Returns this rank's slot, its nonce, and the value that settles it or 0. Raises ConfigError without a seat."""
+    """Returns this rank's slot, its nonce, and the value that settles it or 0. Raises ConfigError without a seat.
+
+    A soft ticket has one seat for all ranks, which csrc/lease/lease_words.h marks by SHARED_SEAT.
+    """
+    seats = ticket.seats
+    if seats[0].settle_nonce == SHARED_SEAT:
+        return seats[0].slot, seats[0].nonce, SHARED_SEAT
     try:
-        seat = ticket.seats[reader.seat]
+        seat = seats[reader.seat]
     except IndexError:
         raise no_such_seat(ticket, reader.seat, reader.num_seats) from None
     return seat.slot, seat.nonce, settled_value(ticket, seat, reader.num_seats) if settle else 0

@@ -106,6 +106,8 @@ class TracedPull(Pull):
         settled = super().settle()
         self._record_once()
         for part, read in zip(self._started(0) or [], self._reads, strict=False):
+            if part[0].soft:
+                continue
             why = "" if settled else "the connection is broken"
             _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
         return settled
@@ -132,7 +134,7 @@ class TracedPull(Pull):
         }  # fmt: skip
         parent = ticket.trace or self._caller
         read = _record("kvlink.read", parent, (began_ns, valid_ns), about, str(error or ""))
-        if self._settles and error is None:
+        if self._settles and error is None and not ticket.soft:
             why = "" if transfer.state == SETTLED else "it is settled through the control plane"
             _record("kvlink.settle", read, (valid_ns, ended_ns), _about(part), why)
         return read

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from kvlink.timeouts import checked
 from kvlink.transfer.completion import each_ended, when_ended
-from kvlink.transfer.engine import Engine
+from kvlink.transfer.engine import Engine, LeaseCounts
 from kvlink.transfer.offers import Offers
 from kvlink.types import LeaseEvent
 
@@ -22,6 +22,10 @@ class LeaseEvents:
     def events(self) -> list[LeaseEvent]:
         """Returns the offers that ended since the last call, whose blocks may be written again. Never blocks."""
         return self.offers.events()
+
+    def lease_counts(self) -> LeaseCounts:
+        """Returns the counts of this worker's offers by outcome."""
+        return self._engine.lease_counts()
 
     def watch_events(self) -> AsyncIterator[LeaseEvent]:
         """Yields offers as they end, on the running event loop, until this worker is closed."""

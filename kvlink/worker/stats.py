@@ -43,6 +43,7 @@ def gather(
         joined=membership.joined,
         rejoins=membership.num_rejoins,
         ports=tuple(engine.ports()),
+        soft_leases=engine.soft_lease_counts(),
     )
 
 

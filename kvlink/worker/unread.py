@@ -31,10 +31,12 @@ class Releaser:
     def release(self, tickets: Sequence[Ticket]) -> bool:
         """Settles the tickets without blocking. Returns False if some are settled through agents in the background.
 
-        Raises ConfigError for a ticket that has no seat for this rank.
+        Soft tickets need no settle. Raises ConfigError for a ticket that has no seat for this rank.
         """
         one_sided = True
         for ticket in tickets:
+            if ticket.soft:
+                continue
             peer = self.peers.get(ticket.worker_id, ticket.epoch)
             if peer is None or not peer.connection.settle(*settle_args(ticket, peer.assignment)):
                 one_sided = False

@@ -20,11 +20,12 @@ from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
 from kvlink.monitoring.worker_report import Reporter
 from kvlink.monitoring.worker_stats import WorkerStats
-from kvlink.ticket import Ticket, check_name
+from kvlink.names import check_name
+from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
 from kvlink.transfer.device_work import DeviceWork, has_ended
-from kvlink.transfer.engine import FAILED, SETTLED, Engine, LeaseCounts, Transfer
+from kvlink.transfer.engine import FAILED, SETTLED, Engine, Transfer
 from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, copied, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
@@ -34,10 +35,10 @@ from kvlink.transfer.pull_start import PullStarts, Want, start
 from kvlink.transfer.restart import Restart
 from kvlink.types import ReadyUnit, WorkerCard
 from kvlink.worker.exit import open_workers
-from kvlink.worker.lease_events import LeaseEvents
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.prepared import PreparedPull, check_ticket
 from kvlink.worker.reachability import advertised_host
+from kvlink.worker.soft_leases import SoftLeases
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
 from kvlink.worker.unread import Releaser, is_empty
@@ -47,7 +48,7 @@ _NEEDED: Any = None
 _JOIN_S, _CLOSE_S = 10.0, 5.0
 
 
-class Worker(LeaseEvents):
+class Worker(SoftLeases):
     """Joins a deployment on construction, and leaves with `close` or at the end of a `with` block. Thread-safe.
 
     pool: the blocks that it offers and pulls into.
@@ -260,10 +261,6 @@ class Worker(LeaseEvents):
     def peers(self) -> list[Peer]:
         """Returns the owners that this worker is connected to."""
         return self._peers.all()
-
-    def lease_counts(self) -> LeaseCounts:
-        """Returns the counts of this worker's offers by outcome."""
-        return self._engine.lease_counts()
 
     def stats(self) -> WorkerStats:
         """Returns all statistics. It is meant for scrapes and too slow to call for every pull."""

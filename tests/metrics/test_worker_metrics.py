@@ -100,6 +100,32 @@ def test_a_stale_read_is_counted_and_adds_no_bytes(owner: Worker, reader: Worker
     assert found.value("kvlink_transfer_seconds_count", **LINK) == 1
 
 
+def test_soft_leases_and_their_stale_reads_are_counted_apart(owner: Worker, reader: Worker) -> None:
+    pull(owner, reader, "first")
+    tickets = [owner.offer_soft("chat", range(2)) for _ in range(3)]
+    assert owner.revoke([1]) == 3
+    owner.offer_soft("chat", range(2))
+    for ticket in tickets:
+        with pytest.raises(StaleBlocks):
+            reader.pull(ticket, range(2)).wait(10)
+    found = scrape(owner, reader)
+    assert found.value("kvlink_soft_leases", worker="prefill") == 1
+    assert found.value("kvlink_granted_soft_leases_total", worker="prefill") == 4
+    assert found.value("kvlink_ended_soft_leases_total", worker="prefill", how="evicted") == 3
+    assert found.value("kvlink_ended_soft_leases_total", worker="prefill", how="displaced") == 0
+    assert found.value("kvlink_stale_reads_by_end_total", lease="soft", why="evicted", **LINK) == 3
+    assert found.value("kvlink_stale_reads_total", **LINK) == 0
+    assert found.value("kvlink_failed_transfers_total", reason="StaleBlocks", **LINK) == 3
+    assert found.value("kvlink_active_leases", worker="prefill") == 0
+    aborted = owner.offer("gone", range(2))
+    owner.abort("gone")
+    with pytest.raises(StaleBlocks):
+        reader.pull(aborted, range(2)).wait(10)
+    found = scrape(reader)
+    assert found.value("kvlink_stale_reads_by_end_total", lease="pinned", why="aborted", **LINK) == 1
+    assert found.value("kvlink_stale_reads_total", **LINK) == 1
+
+
 def test_a_pull_that_never_starts_is_counted_by_reason(owner: Worker, reader: Worker) -> None:
     ticket = owner.offer("r", range(2))
     owner.close()

@@ -14,7 +14,8 @@ import pytest
 from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
-from kvlink.ticket import LeaseSeat, check_name
+from kvlink.names import check_name
+from kvlink.ticket import LeaseSeat
 from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer, check_distinct
 
 NUM_BLOCKS = 512

@@ -51,7 +51,7 @@ def part(owner: str, *refused: Refusal, left_out: tuple[str, ...] = ()) -> Part:
         bounces_at=(),
         refused=refused,
     )
-    return cast(Part, (SimpleNamespace(worker_id=owner), peer, transfer))
+    return cast(Part, (SimpleNamespace(worker_id=owner, soft=False), peer, transfer))
 
 
 def test_an_absent_transport_is_named_once() -> None:

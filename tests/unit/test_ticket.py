@@ -11,47 +11,20 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.example_tickets import SOFT, TICKET, TRACE, tickets
 
 from kvlink.errors import ConfigError
-from kvlink.ticket import MAX_BLOCKS, MAX_SLOTS, SIGNATURE_BYTES, SMALLEST_NONCE, LeaseSeat, Ticket, trace_in
+from kvlink.ticket import (
+    MAX_BLOCKS,
+    MAX_SLOTS,
+    SIGNATURE_BYTES,
+    SMALLEST_NONCE,
+    LeaseSeat,
+    Ticket,
+    trace_in,
+)
 from kvlink.tracing import TraceParent
 from kvlink.tracing.traceparent import NUM_BYTES
-from kvlink.types import ReadyUnit
-
-names = st.text(min_size=1, max_size=60)
-words = st.integers(0, 2**64 - 1)
-nonces = st.integers(SMALLEST_NONCE, 2**64 - 1)
-seats = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), nonces, nonces)
-traces = st.builds(TraceParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
-tickets = st.builds(
-    Ticket,
-    request_id=names,
-    worker_id=names,
-    epoch=words,
-    agent=st.text(max_size=40),
-    seats=st.lists(seats, min_size=1, max_size=8).map(tuple),
-    block_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64).map(lambda ids: array("I", ids)),
-    num_tokens=st.integers(0, 2**32 - 1),
-    ready=st.integers(0, 2**32 - 1),
-    ready_unit=st.sampled_from(ReadyUnit),
-    rank=st.integers(0, 65535),
-    num_ranks=st.integers(0, 65535),
-    ttl_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
-    signature=st.just(b"") | st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES).filter(any),
-    trace=st.none() | traces,
-)
-
-TRACE = TraceParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)
-TICKET = Ticket(
-    request_id="request-1",
-    worker_id="prefill-0",
-    epoch=5,
-    agent="127.0.0.1:7401",
-    seats=(LeaseSeat(3, 1011, 1012),),
-    block_ids=array("I", range(40)),
-    num_tokens=640,
-    ready=40,
-)
 
 
 def grouped(ticket: Ticket, cuts: tuple[int, ...]) -> Ticket:
@@ -104,9 +77,9 @@ def test_foreign_bytes_are_refused(blob: bytes) -> None:
         Ticket.from_text(blob.decode("latin-1"))
 
 
-@pytest.mark.parametrize("trace", [None, TRACE])
-def test_every_flipped_bit_is_noticed(trace: TraceParent | None) -> None:
-    blob = dataclasses.replace(TICKET, trace=trace).to_bytes()
+@pytest.mark.parametrize("ticket", [TICKET, dataclasses.replace(TICKET, trace=TRACE), SOFT])
+def test_every_flipped_bit_is_noticed(ticket: Ticket) -> None:
+    blob = ticket.to_bytes()
     for bit in range(8 * len(blob)):
         damaged = bytearray(blob)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -114,22 +87,23 @@ def test_every_flipped_bit_is_noticed(trace: TraceParent | None) -> None:
             Ticket.from_bytes(bytes(damaged))
 
 
-@pytest.mark.parametrize("trace", [None, TRACE])
-def test_every_truncation_and_any_extension_is_noticed(trace: TraceParent | None) -> None:
-    blob = dataclasses.replace(TICKET, trace=trace).to_bytes()
+@pytest.mark.parametrize("ticket", [TICKET, dataclasses.replace(TICKET, trace=TRACE), SOFT])
+def test_every_truncation_and_any_extension_is_noticed(ticket: Ticket) -> None:
+    blob = ticket.to_bytes()
     for size in range(len(blob)):
         with pytest.raises(ConfigError):
             Ticket.from_bytes(blob[:size])
-        assert trace_in(blob[:size]) in (None, trace)
+        assert trace_in(blob[:size]) in (None, ticket.trace)
     with pytest.raises(ConfigError):
         Ticket.from_bytes(blob + b"\0")
 
 
-def test_garbage_behind_a_right_checksum_is_refused_or_is_a_ticket() -> None:
+@pytest.mark.parametrize("given", [TICKET, SOFT])
+def test_garbage_behind_a_right_checksum_is_refused_or_is_a_ticket(given: Ticket) -> None:
     """An attacker can compute a CRC: the parser itself must hold."""
     rng = random.Random(1)
     body_at = 12
-    blob = dataclasses.replace(TICKET, trace=TRACE).to_bytes()
+    blob = dataclasses.replace(given, trace=TRACE).to_bytes()
     accepted = 0
     for _ in range(5000):
         body = bytearray(blob[body_at:])

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvlink import ticket
+from kvlink import names
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, check
 from kvlink.control.values import Nothing
@@ -178,7 +178,7 @@ def check_version(peer: str, version: int) -> None:
 
 
 def check_name(field: str, name: str) -> None:
-    ticket.check_name(name, field)
+    names.check_name(name, field)
     check_printable(field, name)
 
 

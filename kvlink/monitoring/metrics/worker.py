@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvlink.durations import Durations
-from kvlink.errors import KVLinkError
+from kvlink.errors import KVLinkError, StaleReason
 from kvlink.monitoring.metrics.families import Families
 from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
 
@@ -67,6 +67,16 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
         "aborted_leases_total": ("Offers that were withdrawn.", leases.aborted),
         "fenced_readers_total": ("Readers cut off because their lease expired.", leases.fenced_readers),
     }
+    soft = stats.soft_leases
+    gauges["soft_leases"] = (
+        "Soft offers, whose blocks are not pinned and still have their content.",
+        soft.active,
+    )
+    counters["granted_soft_leases_total"] = ("Soft offers made.", soft.granted)
+    ended = {"evicted": soft.evicted, "displaced": soft.displaced, "expired": soft.expired}
+    for how, number in ended.items():
+        meaning = "Soft offers that ended."
+        families.count("kvlink_ended_soft_leases_total", meaning, number, {**worker, "how": how})
     for name, (meaning, value) in gauges.items():
         families.gauge(f"kvlink_{name}", meaning, value, worker)
     for name, (meaning, count) in counters.items():
@@ -129,11 +139,15 @@ def _add_link(families: Families, link: Link, worker: str) -> None:
         ("unsettled_transfers", "Valid transfers without a one-sided settle.", counts.unsettled),
         (
             "stale_reads",
-            "Reads that validation found stale and dropped.",
-            counts.failed.get("StaleBlocks", 0),
+            "Reads of pinned blocks that validation found stale and dropped.",
+            counts.stale_pinned,
         ),
     ):
         families.count(f"kvlink_{name}_total", meaning, number, labels)
+    for (soft, why), number in counts.stale.items():
+        stale = "Stale reads by how their lease had ended."
+        how = {"lease": "soft" if soft else "pinned", "why": StaleReason(why).name.lower()}
+        families.count("kvlink_stale_reads_by_end_total", stale, number, {**labels, **how})
     for reason, number in counts.failed.items():
         failed = "Transfers that failed. No byte of them was used."
         families.count("kvlink_failed_transfers_total", failed, number, {**labels, "reason": reason})

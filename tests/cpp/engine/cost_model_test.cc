@@ -85,12 +85,12 @@ TEST(CostModel, FaultsAreInjectedIntoTheSamePath) {
 TEST(PathStats, LearnsFromPullsThatWaitedForNothing) {
   PathStats paths(kPrior);
   TransferStats stats{.bytes = 1 << 20, .num_ops = 4, .total_ns = 70'000};
-  paths.add(stats, Code::kOk, false);  // queued behind others
+  paths.add(stats, Status(), false);  // queued behind others
   EXPECT_DOUBLE_EQ(paths.predict_us(4, 1 << 20), kPrior.predict_us(4, 1 << 20));
   stats.alone = true;
-  paths.add(stats, Code::kTimeout, false);
+  paths.add(stats, Status::Timeout("late"), false);
   EXPECT_DOUBLE_EQ(paths.predict_us(4, 1 << 20), kPrior.predict_us(4, 1 << 20));
-  paths.add(stats, Code::kOk, false);
+  paths.add(stats, Status(), false);
   EXPECT_DOUBLE_EQ(paths.predict_us(4, 1 << 20), 70);
 }
 

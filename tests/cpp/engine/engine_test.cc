@@ -189,6 +189,25 @@ TEST_P(EngineTest, AnEndedLeaseIsStale) {
   EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
 }
 
+TEST_P(EngineTest, ASoftLeaseIsReadByAllUntilItsBlocksAreRevoked) {
+  Pair pair(GetParam());
+  const std::vector<uint32_t> blocks{3, 9};
+  const LeaseSeat seat = *pair.owner.engine->grant_soft(blocks, 2, kNoExpiryNs);
+  const auto first = pair.pull(seat, blocks, {4, 5}), second = pair.pull(seat, blocks, {6, 7});
+  for (const auto& transfer : {first, second}) {
+    ASSERT_TRUE(transfer && transfer->wait(10 * kSecond));
+    EXPECT_EQ(transfer->state(), TransferState::kValid) << transfer->status().what();
+  }
+  EXPECT_TRUE(pair.equal(blocks, {4, 5}) && pair.equal(blocks, {6, 7}));
+  EXPECT_EQ(pair.owner.engine->revoke(std::vector<uint32_t>{8}), 0u);
+  EXPECT_EQ(pair.owner.engine->revoke(std::vector<uint32_t>{8, 9}), 1u);
+  const auto late = pair.pull(seat, blocks, {4, 5});
+  ASSERT_TRUE(late && late->wait(10 * kSecond));
+  EXPECT_EQ(late->status().stale(), StaleReason::kEvicted) << late->status().what();
+  EXPECT_FALSE(pair.connection->broken());
+  EXPECT_TRUE(pair.owner.engine->take_ended().empty());
+}
+
 TEST_P(EngineTest, WrongEpochIsNoticedWhenConnecting) {
   Pair pair(GetParam());
   const TransportAccess access = pair.owner.engine->access().front();

@@ -40,6 +40,16 @@ TEST_F(LaneTest, EachLaneAnnouncesThePullBeforeItsFirstReadAndWithdrawsItAtTheEn
   }
 }
 
+TEST_F(LaneTest, AReaderAtASharedSeatStoresNoWord) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  settle_nonce = kSharedSeat;
+  start({window(16 << 10), window(48 << 10)});
+  drive();
+  expect_valid();
+  for (const auto& lane : lanes) lane->drive();
+  EXPECT_TRUE(endpoint(0).words_.empty() && endpoint(1).words_.empty());
+}
+
 TEST_F(LaneTest, APullThatSettledOrHasSiblingsIsNotWithdrawn) {
   for (const bool settles : {false, true}) {
     readers = std::make_shared<AnnouncedReaders>(42);

@@ -29,13 +29,15 @@ TEST(Durations, NothingIsTooLong) {
 
 TEST(PathStats, FailuresAreCountedByCodeAndAddNoBytes) {
   PathStats path_stats;
-  path_stats.add({.bytes = 7, .redone = 2, .total_ns = 5}, Code::kStaleBlocks, false);
+  path_stats.add({.bytes = 7, .redone = 2, .total_ns = 5, .soft = true},
+                 Status::Stale(StaleReason::kEvicted, {}), false);
   path_stats.add(
-      {.bytes = 9, .num_ops = 3, .num_segments = 4, .settle_ns = 6, .total_ns = 8, .settled = true},
-      Code::kOk, false);
-  path_stats.add({.bytes = 1, .total_ns = 8}, Code::kOk, true);
+      {.bytes = 9, .num_ops = 3, .num_segments = 4, .settle_ns = 6, .total_ns = 8, .settled = true}, Status(),
+      false);
+  path_stats.add({.bytes = 1, .total_ns = 8}, Status(), true);
   const PathCounts counts = path_stats.counts();
   EXPECT_EQ(counts.failed[static_cast<size_t>(Code::kStaleBlocks)], 1u);
+  EXPECT_EQ(counts.stale[true][static_cast<size_t>(StaleReason::kEvicted)], 1u);
   EXPECT_EQ(counts.valid, 2u);
   EXPECT_EQ(counts.bytes, 10u);
   EXPECT_EQ(counts.num_ops, 3u);

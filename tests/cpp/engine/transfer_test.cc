@@ -161,12 +161,29 @@ TEST_F(TransferTest, AnotherNonceIsStaleAndNeverSettles) {
   EXPECT_EQ(sentences.size(), 6u);
 }
 
+TEST_F(TransferTest, ASharedSeatIsValidatedAndNotSettled) {
+  const LeaseSeat shared{1, kNonce, kSharedSeat};
+  for (const uint64_t found : {kNonce, uint64_t{4}}) {
+    auto transfer = start(StreamUnit::kNone, kFar, shared);
+    transfer->ended(transfer->next({1 << 20, 64, 8}, false, 0, 1), {}, 2);
+    const Step slot = transfer->next(kOneOp, false, 0, 2);
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    slot_says(found);
+    transfer->ended(slot, {}, 3);
+    EXPECT_TRUE(transfer->done());
+    EXPECT_EQ(transfer->next(kOneOp, false, 0, 3).kind, Kind::kNone);
+    EXPECT_EQ(transfer->status().ok(), found == kNonce);
+    EXPECT_EQ(transfer->status().stale(), found == 4 ? StaleReason::kEvicted : StaleReason::kUnknown);
+    EXPECT_FALSE(transfer->stats().settled);
+  }
+}
+
 TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
   const std::array<LeaseSeat, 6> made_up{{{0, LeaseTableHeader::kMagic, 0},
                                           {1, 0, 0},
                                           {1, 3, 0},
                                           {1, kSmallestNonce - 1, kSettle},
-                                          {1, kNonce, 1},
+                                          {1, kNonce, 2},
                                           {1, kNonce, kSmallestNonce - 1}}};
   for (const StreamUnit stream : {StreamUnit::kNone, StreamUnit::kBlocks}) {
     for (const LeaseSeat& seat : made_up) {

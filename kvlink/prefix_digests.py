@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the digests in a ticket that say of which tokens its blocks are, so that a reader can compare prefixes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvlink.errors import ConfigError
+
+_HEADER = struct.Struct("<IB")
+_BYTES = range(8, 65)
+"""How long a digest may be."""
+MAX_DIGEST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDigests:
+    """Digests of the prefixes of a request's tokens, at equal distances. The last one covers all tokens of the ticket.
+
+    Each covers all tokens before its end, so two requests have a prefix in common if and only if they have its digest.
+    The engine computes them. Its digests must depend on all that the KV of a token depends on, adapters and images too.
+    """
+
+    size: int
+    """The number of bytes of each digest."""
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, digests: Sequence[bytes]) -> PrefixDigests:
+        """Joins digests of equal length, 8 to 64 bytes each. Raises ConfigError for anything else."""
+        sizes = {len(each) for each in digests}
+        if len(sizes) != 1 or not sizes <= set(_BYTES):
+            raise ConfigError(
+                f"digests must have the same length, 8 to 64 bytes, and there must be one; the lengths of these "
+                f"{len(digests)} are {sorted(sizes)}"
+            )
+        return cls(sizes.pop(), b"".join(digests))
+
+    def __len__(self) -> int:
+        """The number of digests."""
+        return len(self.data) // self.size
+
+    def __getitem__(self, index: int) -> bytes:
+        """Returns the digest of the prefix that ends behind `index + 1` equal shares of the tokens."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"digest {index} of {len(self)}")
+        return self.data[index * self.size : (index + 1) * self.size]
+
+    def num_common(self, others: Sequence[bytes]) -> int:
+        """Returns how many of the first digests are equal. The others may be longer, and only their start counts."""
+        low, high = 0, min(len(self), len(others))
+        while low < high:  # an equal digest means that all before it are equal
+            middle = (low + high + 1) // 2
+            if self[middle - 1] == others[middle - 1][: self.size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def checked(self, num_tokens: int) -> PrefixDigests:
+        """Returns itself. Raises ConfigError unless a ticket of so many tokens can have it."""
+        if not self.data or len(self.data) > MAX_DIGEST_BYTES or num_tokens % len(self):
+            raise ConfigError(
+                f"a ticket of {num_tokens} tokens cannot have {len(self)} digests of {self.size} bytes: their number "
+                f"must divide the number of tokens, and they may have {MAX_DIGEST_BYTES} bytes in all"
+            )
+        return self
+
+    def header(self) -> bytes:
+        """Returns the part of a ticket's header that says how long `data` is."""
+        return _HEADER.pack(len(self), self.size)
+
+    @classmethod
+    def parse(cls, header: memoryview, rest: memoryview, num_tokens: int) -> PrefixDigests | None:
+        """Parses untrusted bytes: `header`, which may be too short or too long, and `rest`, which is all of the data.
+
+        Returns None if there are no digests. Raises ValueError for anything that `header` and `data` cannot be.
+        """
+        number, size = _HEADER.unpack_from(header) if len(header) >= _HEADER.size else (0, 0)
+        if len(rest) != number * size:
+            raise ValueError("the length differs from the header")
+        if number == 0:
+            return None
+        if size not in _BYTES or len(rest) > MAX_DIGEST_BYTES or num_tokens % number:
+            raise ValueError("the digests exceed a bound")
+        return cls(size, bytes(rest))

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Soft offers: any number of readers, nothing pinned, and no reader keeps what was read behind a revoke."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from transports.mixed_pools import MixedSpec
+from waiting import eventually
+
+from kvlink import BlockPool, Context, Geometry, Ticket, Worker, WorkerConfig, _core, dense
+from kvlink.control.security.tickets import TicketKeys
+from kvlink.errors import AccessDenied, ConfigError, PeerUnreachable, StaleBlocks, StaleReason
+from kvlink.ticket import SHARED_SEAT, LeaseSeat
+from kvlink.transfer.engine import LeaseCounts, SoftLeaseCounts
+
+LAYOUT = dense(Geometry(num_layers=2, total_heads=2, row_bytes=16, num_blocks=64, block_tokens=4))
+TURN, HERE = [9, 3, 30, 4], [1, 8, 2, 40]
+TRANSPORTS = [
+    pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why_not}. {fix}")] if why_not else [])
+    for name, _, _, why_not, fix in _core.transports()
+    if name not in ("cuda", "verbs")
+]
+
+
+def blocks_of(worker: Worker) -> npt.NDArray[np.uint8]:
+    """The pool by plane, block and byte."""
+    return worker.pool.numpy().view(np.uint8).reshape(-1, LAYOUT.num_blocks, LAYOUT.block_stride)
+
+
+class Server:
+    """An owner whose blocks hold their generation, and readers."""
+
+    def __init__(self, opened: ExitStack, transport: str, num_readers: int = 2, **config: object) -> None:
+        options = WorkerConfig(transports=transport, port=0, **config)  # type: ignore[arg-type]
+
+        def worker(name: str) -> Worker:
+            return opened.enter_context(Worker(BlockPool.allocate(LAYOUT), name, config=options))
+
+        self.owner = worker("owner")
+        self.readers = [worker(f"reader-{number}") for number in range(num_readers)]
+
+    def write(self, blocks: list[int], generation: int) -> None:
+        blocks_of(self.owner)[:, blocks] = generation
+
+    def outcome(self, pull_of: Worker, ticket: Ticket, generation: int) -> StaleReason | None:
+        """Pulls, and returns why it was stale. A pull that succeeds must have brought this generation."""
+        blocks_of(pull_of)[:, HERE] = 0xEE
+        try:
+            pull_of.pull(ticket, HERE[: len(ticket.block_ids)], timeout_s=20).wait()
+        except StaleBlocks as stale:
+            return stale.why
+        assert (blocks_of(pull_of)[:, HERE[: len(ticket.block_ids)]] == generation).all()
+        return None
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def server(opened: ExitStack) -> Server:
+    return Server(opened, "loopback", lease_slots=4)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_reader_reads_until_the_blocks_are_revoked(opened: ExitStack, transport: str) -> None:
+    server = Server(opened, transport)
+    for generation in range(1, 20):
+        server.write(TURN, generation)
+        ticket = Ticket.from_text(server.owner.offer_soft("turn", TURN).to_text())
+        for reader in (*server.readers, *server.readers):
+            assert server.outcome(reader, ticket, generation) is None
+        assert server.owner.revoke([TURN[generation % 4]]) == 1
+        server.write(TURN, 200)
+        for reader in server.readers:
+            assert server.outcome(reader, ticket, generation) is StaleReason.EVICTED
+    counts = server.owner.lease_counts()
+    assert (counts.granted, counts.active, counts.fenced_readers) == (0, 0, 0)
+    assert server.owner.soft_lease_counts() == SoftLeaseCounts(0, 19, 19, 0, 0)
+    assert server.owner.events() == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_pull_that_meets_a_revoke_has_the_old_content_or_none(opened: ExitStack, transport: str) -> None:
+    server = Server(opened, transport, inline_us=0.0)
+    for generation in range(1, 60):
+        server.write(TURN, generation)
+        ticket = server.owner.offer_soft("turn", TURN)
+        pulls = [(reader, reader.pull(ticket, HERE, timeout_s=20)) for reader in server.readers]
+        server.owner.revoke(TURN[generation % 4 :])
+        server.write(TURN[generation % 4 :], 200)
+        for reader, pull in pulls:
+            try:
+                pull.wait()
+            except StaleBlocks as stale:
+                assert stale.why is StaleReason.EVICTED
+            else:
+                assert (blocks_of(reader)[:, HERE] == generation).all()
+
+
+def test_readers_at_once(server: Server) -> None:
+    server.write(TURN, 7)
+    ticket = server.owner.offer_soft("turn", TURN)
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = threads.map(
+            lambda number: server.outcome(server.readers[number], ticket, 7),
+            [number % 2 for number in range(2)],
+        )
+        assert [*outcomes] == [None, None]
+
+
+def test_nobody_settles(server: Server) -> None:
+    server.write(TURN, 7)
+    ticket, reader = server.owner.offer_soft("turn", TURN), server.readers[0]
+    assert ticket.soft
+    assert "soft" in repr(ticket)
+    reader.release(ticket)  # not connected
+    pull = reader.pull(ticket, HERE)
+    pull.wait()
+    assert not pull.stats.settled
+    assert pull.settle()
+    assert reader.pull(ticket, [], tokens=(0, 0)).wait()
+    reader.release(ticket)
+    reader.prepare(ticket, HERE).pull(ticket).wait()
+    [path] = pull.explain()
+    assert path.soft
+    assert "soft lease" in str(path)
+    assert server.outcome(server.readers[1], ticket, 7) is None
+    [link] = reader.stats().links
+    assert link.counts.unsettled == 0
+    assert server.owner.lease_counts() == LeaseCounts(0, 0, 0, 0, 0, 0, 0.0)
+    assert server.owner.soft_lease_counts().active == 1
+
+
+def test_pinned_offers_are_as_before(server: Server) -> None:
+    server.write(TURN, 7)
+    ticket = server.owner.offer("pinned", TURN)
+    server.owner.offer_soft("turn", TURN)
+    assert server.owner.revoke(TURN) == 1
+    pull = server.readers[0].pull(ticket, HERE)
+    pull.wait()
+    assert pull.stats.settled
+    assert not pull.explain()[0].soft
+
+
+def test_growth_is_a_ticket_of_its_own(server: Server) -> None:
+    server.write(TURN, 7)
+    first, grown = server.owner.offer_soft("chat", TURN[:2]), server.owner.offer_soft("chat", TURN)
+    assert server.owner.revoke([TURN[3]]) == 1
+    assert server.outcome(server.readers[0], first, 7) is None
+    assert server.outcome(server.readers[0], grown, 7) is StaleReason.EVICTED
+
+
+def test_the_oldest_makes_room_for_every_other_offer(server: Server) -> None:
+    server.write(TURN, 7)
+    tickets = [server.owner.offer_soft(f"chat-{number}", [block]) for number, block in enumerate(TURN)]
+    pinned = server.owner.offer("pinned", TURN)
+    newest = server.owner.offer_soft("newest", TURN)
+    outcomes = [server.outcome(server.readers[0], ticket, 7) for ticket in (*tickets, newest)]
+    assert outcomes == [StaleReason.REUSED, StaleReason.REUSED, None, None, None]
+    assert server.outcome(server.readers[1], pinned, 7) is None
+    assert server.owner.soft_lease_counts() == SoftLeaseCounts(3, 5, 0, 2, 0)
+    eventually(server.owner.events)  # the slot of the pinned one is free
+    for number in range(4):
+        server.owner.offer(f"pinned-{number}", TURN)
+    with pytest.raises(ConfigError, match="full of leases that pin"):
+        server.owner.offer_soft("none", TURN)
+
+
+def test_an_owner_that_is_closed(server: Server) -> None:
+    server.write(TURN, 7)
+    ticket = server.owner.offer_soft("turn", TURN)
+    server.owner.close()
+    assert server.owner.revoke(TURN) == 0
+    with pytest.raises(ConfigError, match="closed"):
+        server.owner.offer_soft("turn", TURN)
+    with pytest.raises(PeerUnreachable):
+        server.readers[0].pull(ticket, HERE, timeout_s=20).wait()
+
+
+@pytest.mark.parametrize(
+    "ids", [TURN[:1], (TURN[0],), array("I", TURN), np.array(TURN), np.array(TURN, np.uint32), range(9, 10)]
+)
+def test_a_revoke_takes_block_ids_of_any_kind(server: Server, ids: object) -> None:
+    server.owner.offer_soft("turn", TURN)
+    assert server.owner.revoke([]) == 0
+    assert server.owner.revoke(ids) == 1  # type: ignore[arg-type]
+
+
+def test_a_revoke_of_other_blocks_ends_nothing(server: Server) -> None:
+    server.owner.offer_soft("turn", TURN)
+    assert server.owner.revoke([block for block in range(64) if block not in TURN]) == 0
+    assert server.owner.revoke([2**32 - 1]) == 0
+    for wrong in ("9", [-1], [1.5], None):
+        with pytest.raises(ConfigError, match="revoke"):
+            server.owner.revoke(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "says"),
+    [
+        (TURN, {"num_tokens": 15}, "15 tokens do not fill 4 blocks of 4, and a soft offer has full blocks"),
+        (TURN, {"num_tokens": 17}, "17 tokens"),
+        ([], {}, "empty"),
+        ([1, 64], {}, "64"),
+        (TURN, {"ttl_s": 0}, "ttl_s"),
+        (TURN, {"ttl_s": 1e9}, "ttl_s"),
+        (TURN, {"digests": [b"short"]}, "8 to 64 bytes"),
+        (TURN, {"digests": [bytes(8)] * 3}, "16 tokens cannot have 3 digests"),
+    ],
+)
+def test_what_cannot_be_offered(
+    server: Server, blocks: list[int], options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        server.owner.offer_soft("turn", blocks, **options)  # type: ignore[arg-type]
+    assert server.owner.soft_lease_counts().granted == 0
+
+
+def test_states_are_not_offered(opened: ExitStack) -> None:
+    spec = MixedSpec()
+    worker = opened.enter_context(Worker(spec.make(), "hybrid", transports="loopback"))
+    with pytest.raises(ConfigError, match="each step overwrites its states"):
+        worker.offer_soft("turn", [[1], [2], [2]])
+
+
+def test_cache_groups_are_revoked_by_either_list(opened: ExitStack) -> None:
+    pool = BlockPool.allocate((LAYOUT, LAYOUT))
+    worker = opened.enter_context(Worker(pool, "groups", transports="loopback"))
+    for revoked in ([5], [[], [5]], [[5], []]):
+        worker.offer_soft("turn", [[1, 2], [5, 6]])
+        assert worker.revoke([3, 4]) == 0
+        assert worker.revoke(revoked) == 1
+
+
+def test_ranks_that_share_tokens_offer_full_blocks(opened: ExitStack) -> None:
+    geometry = Geometry(
+        num_layers=1, total_heads=1, row_bytes=16, num_blocks=8, block_tokens=4, context=Context(0, 2)
+    )
+    worker = opened.enter_context(Worker(BlockPool.allocate(dense(geometry)), "part", transports="loopback"))
+    assert worker.offer_soft("turn", [1, 2]).num_tokens == 16
+    with pytest.raises(ConfigError, match="14 tokens do not fill"):
+        worker.offer_soft("turn", [1, 2], num_tokens=14)
+
+
+def test_a_reader_finds_what_it_has_in_common(server: Server) -> None:
+    digests = [bytes([number]) * 16 for number in range(4)]
+    ticket = Ticket.from_text(server.owner.offer_soft("turn", TURN, digests=digests).to_text())
+    assert ticket.common_tokens(digests) == 16
+    assert ticket.common_tokens([*digests[:3], b"another turn"]) == 12
+    assert ticket.common_tokens([each + b"longer" for each in digests] * 2) == 16
+    assert ticket.common_tokens([]) == ticket.common_tokens([bytes(15)]) == 0
+    assert server.owner.offer_soft("turn", TURN).common_tokens(digests) == 0
+
+
+def test_a_signature_covers_the_digests(opened: ExitStack, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k" * 32)
+    server = Server(opened, "loopback", ticket_keys=str(keys))
+    server.write(TURN, 7)
+    ticket = server.owner.offer_soft("turn", TURN, digests=[bytes(8)])
+    assert server.outcome(server.readers[0], ticket, 7) is None
+    blob = bytearray(ticket.to_bytes())
+    blob[-1] ^= 1
+    blob[8:12] = zlib.crc32(blob[12:]).to_bytes(4, "little")
+    with pytest.raises(AccessDenied):
+        TicketKeys(keys).checked(Ticket.from_bytes(bytes(blob)))
+
+
+def test_a_scheduler_chooses_the_seat(server: Server) -> None:
+    server.write(TURN, 7)
+    given = server.owner.offer_soft("turn", TURN)
+    seat = LeaseSeat(2, 1 << 60, SHARED_SEAT)
+    server.owner.grant_soft_at(seat, TURN)
+    ticket = dataclasses.replace(given, seats=(seat,))
+    assert server.outcome(server.readers[0], ticket, 7) is None
+    assert server.owner.revoke(TURN) == 2
+    for wrong in (LeaseSeat(9, 1 << 60, SHARED_SEAT), LeaseSeat(2, 1 << 60, 1 << 61)):
+        with pytest.raises(ConfigError, match="shared seat"):
+            server.owner.grant_soft_at(wrong, TURN)
