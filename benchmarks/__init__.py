@@ -103,8 +103,8 @@ def measure_gpu(
     pair = bench.pair_of(gpus)
     parts = [
         bench.rows(pair, transport, iters),
-        bench.bounce_rows(pair[1]),
-        decode_rows(pair, transport),
+        bench.bounce_rows(pair[1], iters),
+        decode_rows(pair, transport, iters),
     ]
     others = begin(as_json)
     finish(parts, as_json, "bench gpu", others)

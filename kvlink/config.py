@@ -80,7 +80,8 @@ class WorkerConfig(RdmaConfig):
         "KVLINK_GPU_BLOCKS",
         0,
         "Sets the most thread blocks that one copy by kvlink's kernel may take of a GPU. 0 takes what the link needs: "
-        "16 to 32 for host memory, 128 for another GPU, and two for each multiprocessor within one GPU.",
+        "8 for host memory, 128 for another GPU, and two for each multiprocessor within one GPU; more for pieces "
+        "below 4 KiB.",
         "Lower it if decoding slows down while blocks are pulled; `kvlink bench gpu` shows both.",
         least=0,
         most=4096,

@@ -7,6 +7,7 @@ block, like a connector without a kernel does. The time of kvlink is what a Pyth
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ SHAPES = (Shape(32 << 10, 64, 256), Shape(4 << 10, 160, 256), Shape(16 << 10, 1,
 _ITERS, _SMALL_ITERS = 50, 1000
 _SMALL_BYTES = 1 << 20
 _CHECK_EVERY = 10
+_MOST_COPIES_EACH = 5
 _BOUNCED_BYTES, _BOUNCED_PIECES, _BOUNCE_ROUNDS = 256 << 20, (256, 4 << 10, 32 << 10), 10
 _SEED = 20_251_122
 
@@ -59,7 +61,7 @@ def rows(
             yield bench.row(iters or (_SMALL_ITERS if small else _ITERS))
 
 
-def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
+def bounce_rows(gpu: int, rounds: int | None) -> Iterator[dict[str, Any]]:
     """Measures slots of the bounce buffer, gathered from and scattered to random places of the GPU's memory.
 
     A few are in flight at a time, as with tcp. They are compared with copies of the same pinned memory as a whole.
@@ -69,7 +71,8 @@ def bounce_rows(gpu: int) -> Iterator[dict[str, Any]]:
     for direction, to_device in (("to the GPU", True), ("from the GPU", False)):
         for piece_bytes in _BOUNCED_PIECES:
             times = [
-                _bench.time_bounce(memory, piece_bytes, to_device, kernel) for _ in range(_BOUNCE_ROUNDS)
+                _bench.time_bounce(memory, piece_bytes, to_device, kernel)
+                for _ in range(min(rounds or _BOUNCE_ROUNDS, _BOUNCE_ROUNDS))
             ]
             ours, plain = (
                 _BOUNCED_BYTES / 2**30 / (float(np.median(ns)) / 1e9) for ns in zip(*times, strict=True)
@@ -107,10 +110,12 @@ class _Bench:
         num_bytes = piece_bytes * planes * blocks
         self._pull(compare=True)
         ours, flat, each = [], [], []
+        torch_with_gpu().cuda.synchronize(self._worker.pool.gpu)
         for turn in range(iters):
             ours.append(self._pull(compare=turn % _CHECK_EVERY == 0 or turn == iters - 1))
             flat.append(self._copy(np.array([0]), num_bytes))
-            each.append(self._copy(np.arange(planes * blocks), piece_bytes))
+            if turn < _MOST_COPIES_EACH:  # ten thousands of calls take a tenth of a second
+                each.append(self._copy(self._scattered(planes * blocks), piece_bytes))
         limit_us = float(np.median(flat))
         p50 = float(np.median(ours))
         return {
@@ -157,14 +162,18 @@ class _Bench:
         pull.wait()
         took_us = (time.perf_counter_ns() - start) / 1000
         self._transport = pull.explain()[0].transport
-        wanted = self._blocks_of(self._wanted)
-        there = wanted[:, owner_ids.astype(np.int64)]
-        if compare and not torch_with_gpu().equal(here[:, ids.astype(np.int64)], there):
-            raise BenchError("the pulled bytes differ from the owner's")
+        if compare:
+            there = self._blocks_of(self._wanted)[:, owner_ids.astype(np.int64)]
+            if not torch_with_gpu().equal(here[:, ids.astype(np.int64)], there):
+                raise BenchError("the pulled bytes differ from the owner's")
         return took_us
 
+    def _scattered(self, num_pieces: int) -> Ids:
+        """Returns the numbers of pieces, of which no two neighbours follow each other."""
+        return np.concatenate([np.arange(num_pieces)[1::2], np.arange(num_pieces)[::2]])
+
     def _copy(self, blocks: Any, size: int) -> float:
-        """Copies the pool's first half to its second by the driver, and returns the time."""
+        """Copies from the pool's first half to its second by the driver, and returns the time."""
         region = self._worker.pool.regions[0]
         half = region.num_bytes // 2
         return (
@@ -209,6 +218,12 @@ def opened(gpus: Sequence[int], transport: str, shape: Shape) -> Iterator[_Bench
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[-1].split()[0]
-    except (OSError, IndexError):
+        return driver_version(Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
         return "unknown"
+
+
+def driver_version(text: str) -> str:
+    """Returns the first number with dots in what the kernel module says of itself, or "unknown"."""
+    found = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else "unknown"

@@ -21,21 +21,24 @@ from .gpu import Shape, opened
 SHAPE = Shape(32 << 10, 64, 256)
 """The pulls beside the loop: 4,096 tokens of Llama 3.1 8B."""
 
-_TOKENS = 500
+_TOKENS, _TOKENS_AN_ITERATION = 500, 10
 _LAYERS, _WIDTH, _REQUESTS = 32, 4096, 32
 
 Step = Callable[[], object]
 
 
 def decode_rows(
-    gpus: Sequence[int], transport: str, tokens: int = _TOKENS, shape: Shape = SHAPE
+    gpus: Sequence[int], transport: str, iters: int | None, shape: Shape = SHAPE
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for the loop alone, and one for the loop beside pulls, on the reader's GPU.
+
+    Measures 500 tokens, or fewer if `iters` is below 50.
 
     Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError and TransferError.
     """
     step = _token_step(gpus[1])
     with opened(gpus, transport, shape) as bench:
+        tokens = min(_TOKENS, (iters or _TOKENS) * _TOKENS_AN_ITERATION)
         yield from compared(step, bench.pull_once, tokens)
 
 

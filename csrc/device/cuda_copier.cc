@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <vector>
 
 #include "device/cuda_device.h"
 #include "device/gather.h"
+#include "memory/slot_ring.h"
 
 namespace kvlink {
 namespace {
@@ -15,9 +17,12 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::Device;
 
-// Launches that a start may need, each with as many pieces as its parameters hold. They cost less than a
-// table, whose copy makes the GPU change between its copy engine and the kernel.
-constexpr uint32_t kMostLaunches = 6;
+// Pieces of 256 bytes in a slot. A list that is too long for a launch's parameters is copied to the GPU,
+// which takes 1.4 us on an H200; another launch takes 2.5 us.
+constexpr uint32_t kMostPieces = SlotRing::kSlotBytes / 256;
+constexpr uint32_t kMostCuts = 16;
+// Longer lists in flight, of all queues. A queue that finds none free launches with what parameters hold.
+constexpr uint32_t kTables = 16;
 // Average piece size from which copy engines are as fast as the kernel, and leave the GPU's cores free.
 constexpr uint64_t kLargeBytes = 128 << 10;
 
@@ -25,75 +30,105 @@ constexpr uint64_t kLargeBytes = 128 << 10;
 struct Means {
   const std::shared_ptr<const Device> device;
   const std::shared_ptr<CudaGather> gather;
-  bool host_by_kernel = true;              // addresses of pinned memory are the same on the device
-  GatherLink link = GatherLink::kSameGpu;  // until host memory is pinned
+  const std::shared_ptr<CudaTables> tables;  // null without the kernel
+  bool host_by_kernel = true;                // addresses of pinned memory are the same on the device
+  GatherLink link = GatherLink::kSameGpu;    // until host memory is pinned
 };
 
+/// Starts alternate between two streams, because a launch begins only some microseconds after the one before
+/// it in its stream has ended.
 class CudaQueue final : public CopyQueue {
  public:
-  CudaQueue(const Means& means, std::unique_ptr<cuda::MarkedStream> stream)
-      : means_(means), stream_(std::move(stream)) {}
+  using Streams = std::array<std::unique_ptr<cuda::MarkedStream>, 2>;
+
+  CudaQueue(const Means& means, Streams streams) : means_(means), streams_(std::move(streams)) {}
   ~CudaQueue() override { drain(); }
 
   Result<uint64_t> start(CopyTo to, std::span<const CopyPiece> pieces) override {
-    const Current current(stream_->device());
+    turn_ = 1 - turn_;
+    cuda::MarkedStream& stream = *streams_[turn_];
+    const Current current(stream.device());
     if (!current.status().ok()) return current.status();
-    const Status status = suits_kernel(pieces) ? gather(to, pieces) : copy_each(to, pieces);
-    if (status.ok()) return stream_->mark();
-    stream_->drain();
-    return status;
+    CudaTables::Held table;
+    const Status status =
+        suits_kernel(pieces) ? gather(to, pieces, table, stream.get()) : copy_each(to, pieces, stream.get());
+    const Result<uint64_t> mark = status.ok() ? stream.mark() : Result<uint64_t>(status);
+    if (!mark.ok()) {
+      stream.drain();
+      return mark.status();
+    }
+    if (table) listed_.push_back({numbered(*mark), std::move(table)});
+    return numbered(*mark);
   }
-  Result<bool> done(uint64_t number) override { return stream_->done(number); }
-  void drain() override { stream_->drain(); }
+
+  Result<bool> done(uint64_t number) override {
+    Result<bool> ended = streams_[number % 2]->done(number / 2);
+    if (ended.ok() && *ended)
+      std::erase_if(listed_, [number](const Listed& list) { return list.number == number; });
+    return ended;
+  }
+
+  void drain() override {
+    for (const auto& stream : streams_) stream->drain();
+    listed_.clear();
+  }
 
  private:
+  struct Listed {
+    uint64_t number;
+    CudaTables::Held table;
+  };
+
+  uint64_t numbered(uint64_t mark) const { return 2 * mark + turn_; }
+
   bool suits_kernel(std::span<const CopyPiece> pieces) const {
     uint64_t bytes = 0;
     for (const CopyPiece& piece : pieces) bytes += piece.bytes;
     return means_.host_by_kernel && bytes < pieces.size() * kLargeBytes;
   }
 
-  Status gather(CopyTo to, std::span<const CopyPiece> pieces) {
+  Status gather(CopyTo to, std::span<const CopyPiece> pieces, CudaTables::Held& table, cuda::Stream stream) {
     const uint64_t most = means_.gather->most_piece_bytes();
-    few_.num_pieces = 0;
-    few_.bytes = 0;
-    few_.link = means_.link;
+    if (means_.tables && pieces.size() > few_.size() && pieces.size() <= kMostPieces)
+      table = means_.tables->take();
+    const CudaTables::Table into = table ? *table : CudaTables::Table{few_.data(), 0};
+    const size_t room = table ? means_.tables->pieces_each() : few_.size();
+    GatherList list{.link = means_.link};
+    const auto launch = [&] {
+      const Status status = means_.gather->start(into, list, stream);
+      list = {.link = means_.link};
+      return status;
+    };
     for (const CopyPiece& piece : pieces) {
       for (uint64_t at = 0; at < piece.bytes; at += most) {
         const cuda::Address device = address_of(piece.device + at), slot = address_of(piece.slot + at);
         const auto cut = static_cast<uint32_t>(std::min(piece.bytes - at, most));
         const bool in = to == CopyTo::kDevice;
-        pieces_[few_.num_pieces++] = {in ? slot : device, in ? device : slot, cut, 0};
-        few_.bytes += cut;
-        if (few_.num_pieces < pieces_.size()) continue;
+        into.pieces[list.num_pieces++] = {in ? slot : device, in ? device : slot, cut, 0};
+        list.bytes += cut;
+        if (list.num_pieces < room) continue;
         if (Status status = launch(); !status.ok()) return status;
       }
     }
-    return few_.num_pieces > 0 ? launch() : Status{};
+    return list.num_pieces > 0 ? launch() : Status{};
   }
 
-  Status launch() {
-    const Status status = means_.gather->start({pieces_.data(), 0}, few_, stream_->get());
-    few_.num_pieces = 0;
-    few_.bytes = 0;
-    return status;
-  }
-
-  Status copy_each(CopyTo to, std::span<const CopyPiece> pieces) {
-    const cuda::Api& api = stream_->device().api;
+  Status copy_each(CopyTo to, std::span<const CopyPiece> pieces, cuda::Stream stream) {
+    const cuda::Api& api = means_.device->api;
     for (const CopyPiece& piece : pieces) {
       const cuda::Address device = address_of(piece.device), slot = address_of(piece.slot);
-      const int result = to == CopyTo::kDevice ? api.copy(device, slot, piece.bytes, stream_->get())
-                                               : api.copy(slot, device, piece.bytes, stream_->get());
+      const int result = to == CopyTo::kDevice ? api.copy(device, slot, piece.bytes, stream)
+                                               : api.copy(slot, device, piece.bytes, stream);
       if (Status status = api.check(result, "cuMemcpyAsync"); !status.ok()) return status;
     }
     return {};
   }
 
   const Means& means_;
-  const std::unique_ptr<cuda::MarkedStream> stream_;
-  std::array<GatherPiece, GatherList::kFewPieces> pieces_;  // of the launch that is being filled
-  GatherList few_;
+  const Streams streams_;
+  size_t turn_ = 0;
+  std::deque<Listed> listed_;                            // until they have ended
+  std::array<GatherPiece, GatherList::kFewPieces> few_;  // of the launch that is being filled
 };
 
 class CudaCopier final : public DeviceCopier {
@@ -118,12 +153,16 @@ class CudaCopier final : public DeviceCopier {
     return {};
   }
 
-  uint32_t most_pieces() const override { return kMostLaunches * GatherList::kFewPieces; }
+  uint32_t most_pieces() const override { return kMostPieces; }
 
   Result<std::unique_ptr<CopyQueue>> open_queue() override {
-    Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(means_.device);
-    if (!stream.ok()) return stream.status();
-    return std::make_unique<CudaQueue>(means_, std::move(*stream));
+    CudaQueue::Streams streams;
+    for (auto& stream : streams) {
+      Result<std::unique_ptr<cuda::MarkedStream>> opened = cuda::MarkedStream::open(means_.device);
+      if (!opened.ok()) return opened.status();
+      stream = std::move(*opened);
+    }
+    return std::make_unique<CudaQueue>(means_, std::move(streams));
   }
 
  private:
@@ -138,8 +177,15 @@ Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory,
                                                        uint32_t most_blocks) {
   Result<std::shared_ptr<const Device>> device = Device::of(memory);
   if (!device.ok()) return device.status();
+  std::shared_ptr<CudaTables> tables;
+  if (kernel) {
+    // A piece larger than the kernel takes is cut, which adds at most one entry for each 64 KiB of a slot.
+    Result<std::shared_ptr<CudaTables>> made = CudaTables::make(*device, kTables, kMostPieces + kMostCuts);
+    if (!made.ok()) return made.status();
+    tables = std::move(*made);
+  }
   auto gather = std::make_shared<CudaGather>(*device, std::move(kernel), most_blocks);
-  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(gather)});
+  return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(gather), std::move(tables)});
 }
 
 }  // namespace kvlink

@@ -32,8 +32,9 @@ GatherBy CudaGather::by(uint64_t piece_bytes) const {
 }
 
 Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
-  if (list.num_copies() == 1) return copy_each(table, list, stream);  // by a copy engine
-  return start_by(by(list.bytes / list.num_pieces), table, list, stream);
+  const GatherBy way = by(list.bytes / list.num_pieces);
+  const bool one_call = list.num_copies() == 1 && way == GatherBy::kBatch;
+  return start_by(one_call ? GatherBy::kCopies : way, table, list, stream);
 }
 
 Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const GatherList& list,
@@ -44,12 +45,12 @@ Status CudaGather::start_by(GatherBy by, const CudaTables::Table& table, const G
 
 Status CudaGather::launch(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
   const cuda::Api& api = device_->api;
-  const uint32_t most_blocks = most_gather_blocks(list.link, kernel_->num_multiprocessors(), most_blocks_);
-  const GatherGrid grid = gather_grid(list.num_copies(), list.bytes / list.num_pieces, most_blocks);
+  const GatherLimits limits{list.link, kernel_->num_multiprocessors(), most_blocks_};
+  const GatherGrid grid = gather_grid(list.num_copies(), list.bytes / list.num_pieces, limits);
   GatherLaunch launch{0, list.num_pieces, list.num_repeats, grid.lanes};
   if (list.table_bytes() <= sizeof launch.words) {
     std::memcpy(launch.words.data(), table.pieces, list.table_bytes());
-  } else {  // the copy costs a change from the GPU's copy engine to the kernel
+  } else {
     launch.table = table.on_device;
     const int sent = api.copy(table.on_device, cuda::address_of(table.pieces), list.table_bytes(), stream);
     if (Status status = api.check(sent, "cuMemcpyAsync"); !status.ok()) return status;

@@ -35,7 +35,7 @@ enum class GatherBy : uint8_t { kKernel, kBatch, kCopies };
 class CudaGather {
  public:
   /// `kernel` is of the same GPU. Without it copies use cuMemcpyBatchAsync, or go one by one. `most_blocks`
-  /// limits the grids of launches; 0 leaves that to most_gather_blocks().
+  /// limits the grids of launches; 0 leaves that to gather_grid().
   CudaGather(std::shared_ptr<const cuda::Device> device, std::shared_ptr<const GatherKernel> kernel,
              uint32_t most_blocks)
       : device_(std::move(device)), kernel_(std::move(kernel)), most_blocks_(most_blocks) {}

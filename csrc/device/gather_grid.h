@@ -10,33 +10,50 @@ namespace kvlink {
 /// The path that the bytes of a launch cross, which limits their rate.
 enum class GatherLink : uint8_t { kHost, kPeer, kSameGpu };
 
-/// Returns the most blocks of threads that a launch may have. A block has 8 KiB under way, so this is about
-/// the link's rate times its latency: PCIe needs some ten blocks, NVLink 128, and one GPU's own memory two on
-/// each of its multiprocessors. More would not be faster, and would keep the engine's kernels waiting.
-/// `setting` above 0 takes precedence.
-constexpr uint32_t most_gather_blocks(GatherLink link, uint32_t num_multiprocessors, uint32_t setting) {
-  if (setting > 0) return setting;
-  const uint32_t all = std::max(2 * num_multiprocessors, 1u);
-  if (link == GatherLink::kHost) return std::min(std::clamp(num_multiprocessors / 4, 16u, 32u), all);
-  return link == GatherLink::kPeer ? std::min(128u, all) : all;
+/// The bytes that a launch has under way, which is about the link's rate times its latency. On an H200, 128
+/// KiB fill PCIe 5 x16 in both directions, and 32 KiB for each multiprocessor come within a tenth of a plain
+/// copy; what NVLink needs is computed. More would not be faster, and would keep the engine's kernels
+/// waiting.
+constexpr uint64_t gather_bytes_under_way(GatherLink link, uint32_t num_multiprocessors) {
+  if (link == GatherLink::kHost) return 128 << 10;
+  return link == GatherLink::kPeer ? 2 << 20 : uint64_t{num_multiprocessors} * (32 << 10);
 }
 
-/// The grid of a launch for so many copies of `bytes` in all.
+/// The grid of a launch.
 struct GatherGrid {
   uint32_t blocks = 1;
   uint32_t lanes = 1;  // threads that take a piece
 };
 
-inline constexpr uint32_t kGatherThreads = 128;  // of a block
+/// Limits how much of a GPU a launch takes. `setting` above 0 is the most blocks, whatever the link.
+struct GatherLimits {
+  GatherLink link = GatherLink::kSameGpu;
+  uint32_t num_multiprocessors = 0;
+  uint32_t setting = 0;
+};
 
-/// A warp copies pieces of 2 KiB or less on average, with up to four loads of 16 bytes a thread under way; a
-/// whole block copies larger ones.
-constexpr GatherGrid gather_grid(uint64_t num_copies, uint64_t piece_bytes, uint32_t most_blocks) {
-  constexpr uint32_t kWarp = 32, kWarpBytes = 2048;
-  const uint32_t lanes = piece_bytes <= kWarpBytes ? kWarp : kGatherThreads;
-  const uint64_t at_a_time = kGatherThreads / lanes;
-  const uint64_t wanted = std::max<uint64_t>((num_copies + at_a_time - 1) / at_a_time, 1);
-  return {static_cast<uint32_t>(std::min<uint64_t>(wanted, most_blocks)), lanes};
+inline constexpr uint32_t kGatherThreads = 128;    // of a block
+inline constexpr uint64_t kGatherLaneBytes = 128;  // that a thread has under way: kAhead words in gather.cu
+
+/// A warp copies each of many pieces. Few large ones get more threads each, and pieces below 512 bytes fewer,
+/// one for each word of 16 bytes.
+constexpr GatherGrid gather_grid(uint64_t num_copies, uint64_t piece_bytes, const GatherLimits& limits) {
+  constexpr uint32_t kFewestLanes = 8, kWarp = 32, kWordBytes = 16, kBlocksEach = 4;
+  const uint64_t under_way = gather_bytes_under_way(limits.link, limits.num_multiprocessors);
+  const auto at_a_time = [piece_bytes](uint64_t lanes) {
+    return std::max<uint64_t>(std::min(piece_bytes, lanes * kGatherLaneBytes), 1);
+  };
+  uint32_t lanes = kFewestLanes;
+  while (lanes < kGatherThreads && lanes * kWordBytes < piece_bytes &&
+         (lanes < kWarp || num_copies * at_a_time(lanes) < under_way)) {
+    lanes *= 2;
+  }
+  const uint64_t in_block = kGatherThreads / lanes, block_bytes = in_block * at_a_time(lanes);
+  const uint64_t all = std::max<uint64_t>(uint64_t{kBlocksEach} * limits.num_multiprocessors, 1);
+  const uint64_t useful = std::min(all, (under_way + block_bytes - 1) / block_bytes);
+  const uint64_t most = std::max<uint64_t>(limits.setting > 0 ? limits.setting : useful, 1);
+  const uint64_t wanted = std::max<uint64_t>((num_copies + in_block - 1) / in_block, 1);
+  return {static_cast<uint32_t>(std::min(wanted, most)), lanes};
 }
 
 }  // namespace kvlink

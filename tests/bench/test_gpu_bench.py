@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvlink.benchmarks import app
 from kvlink.benchmarks.measurements import gpudirect_paths, pull
-from kvlink.benchmarks.measurements.gpu import pair_of
+from kvlink.benchmarks.measurements.gpu import driver_version, pair_of
 from kvlink.errors import ConfigError
 
 
@@ -27,6 +27,21 @@ def test_without_a_gpu_it_says_what_it_needs() -> None:
 def test_gpus_are_two_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="as in 0,1"):
         pair_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024",
+            "535.183.01",
+        ),
+        ("", "unknown"),
+    ],
+)
+def test_the_drivers_version_is_found_in_what_its_module_says(text: str, version: str) -> None:
+    assert driver_version(text) == version
 
 
 def test_paths_to_a_gpu_are_modelled_where_there_is_none_and_said_to_be() -> None:

@@ -39,8 +39,11 @@ def allocator(request: pytest.FixtureRequest) -> Iterator[str]:
     import torch
 
     expandable = request.param == "expandable segments"
+    # torch 2.9 and later warn about the older name.
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    settings = settings or torch.cuda.memory._set_allocator_settings
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    settings(f"expandable_segments:{expandable}")
     yield request.param
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    settings("expandable_segments:False")
     torch.cuda.empty_cache()

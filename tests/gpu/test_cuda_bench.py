@@ -18,12 +18,12 @@ def test_every_row_is_measured_beside_its_limit() -> None:
 
 
 def test_the_bounce_buffers_copies_are_measured_both_ways() -> None:
-    rows = list(gpu.bounce_rows(0))
+    rows = list(gpu.bounce_rows(0, 2))
     assert {row["bounce"] for row in rows} == {"to the GPU", "from the GPU"}
     assert all(row["of_limit"] > 0 for row in rows)
 
 
 def test_a_loop_like_decoding_runs_beside_pulls() -> None:
-    alone, beside = gpu_decode.decode_rows((0, 0), "cuda", tokens=20)
+    alone, beside = gpu_decode.decode_rows((0, 0), "cuda", iters=2)
     assert alone["pulls"] == 0 < beside["pulls"]
     assert alone["p50_us"] > 0 < beside["p50_us"]

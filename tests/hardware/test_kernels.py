@@ -103,7 +103,7 @@ def test_the_images_are_those_of_the_source() -> None:
         if name.endswith(".cubin"):
             assert image[:4] == b"\x7fELF"
             assert image[18:20] == (190).to_bytes(2, "little")
-            assert 0 < its["registers"] <= 64
+            assert 0 < its["registers"] <= 128  # four blocks of 128 threads fit on a multiprocessor
 
 
 def test_the_page_has_what_was_compiled() -> None:

@@ -44,7 +44,7 @@ __device__ Piece piece_at(const List& list, unsigned int index, unsigned int num
 // end of a piece: loads from another GPU, or from host memory, take a microsecond.
 template <typename Word>
 __device__ void copy(const Piece& piece, unsigned int lane, unsigned int step) {
-  constexpr unsigned int kAhead = 4;
+  constexpr unsigned int kAhead = 8;
   const Word* const from = reinterpret_cast<const Word*>(piece.from);
   Word* const to = reinterpret_cast<Word*>(piece.to);
   const unsigned int count = piece.bytes / sizeof(Word);
@@ -93,7 +93,7 @@ __device__ void gather(const List& list, const Launch& launch) {
   }
 }
 
-extern "C" __launch_bounds__(128, 8) __global__ void kvlink_gather(const __grid_constant__ Launch launch) {
+extern "C" __launch_bounds__(128, 4) __global__ void kvlink_gather(const __grid_constant__ Launch launch) {
   if (launch.table != nullptr) {
     gather(Table{launch.table}, launch);
   } else {

@@ -80,28 +80,52 @@ TEST_F(CudaCopy, GoesBothWaysInPieces) {
   }
 }
 
-/// Its list of pieces travels as parameters: no copy, for which the GPU would change to its copy engine.
-TEST_F(CudaCopy, ASlotIsLaunchesAlone) {
+/// A short list travels as parameters of the launch, and a longer one is copied before it.
+TEST_F(CudaCopy, ASlotIsOneLaunch) {
   const auto count = [](const char* name) { return from_fake_cuda<int()>(name)(); };
   const auto copies = copier(kImage);
   const auto queue = *copies->open_queue();
   count("fake_cuda_most_blocks");  // of tests before this one
-  for (const auto& [bytes, launches] : {std::pair{4096u, 1}, {2048u, 2}, {512u, 6}}) {
-    const uint64_t a_slot = std::min<uint64_t>(SlotRing::kSlotBytes / bytes, copies->most_pieces());
+  for (const auto& [bytes, lists] : {std::pair{4096u, 0}, {2048u, 1}, {256u, 1}}) {
     std::vector<CopyPiece> pieces;
-    for (uint64_t i = 0; i < a_slot; ++i) {
+    for (uint64_t i = 0; i < SlotRing::kSlotBytes / bytes; ++i) {
       pieces.push_back({device(kHostBytes - (i + 1) * bytes), host->range().base + i * bytes, bytes});
     }
+    ASSERT_LE(pieces.size(), copies->most_pieces());
     const int copied = count("fake_cuda_copies"), launched = count("fake_cuda_launches");
-    ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
+    const Result<uint64_t> number = queue->start(CopyTo::kSlot, pieces);
+    ASSERT_TRUE(number.ok());
     queue->drain();
-    EXPECT_EQ(count("fake_cuda_copies") - copied, 0) << bytes;
-    EXPECT_EQ(count("fake_cuda_launches") - launched, launches) << bytes;
-    EXPECT_LE(count("fake_cuda_most_blocks"), 27) << "a quarter of the multiprocessors";
+    EXPECT_TRUE(*queue->done(*number));
+    EXPECT_EQ(count("fake_cuda_copies") - copied, lists) << bytes;
+    EXPECT_EQ(count("fake_cuda_launches") - launched, 1) << bytes;
     for (const CopyPiece& piece : pieces) {
       ASSERT_EQ(std::memcmp(piece.slot, &memory[static_cast<size_t>(piece.device - device())], bytes), 0);
     }
   }
+  EXPECT_LE(count("fake_cuda_most_blocks"), 64);
+}
+
+TEST_F(CudaCopy, LongListsThatFindNoTableAreSeveralLaunches) {
+  const auto launched = [] { return from_fake_cuda<int()>("fake_cuda_launches")(); };
+  const auto copies = copier(kImage);
+  const auto queue = *copies->open_queue();
+  std::vector<CopyPiece> pieces;
+  for (uint64_t at = 0; at < kHostBytes / 2; at += 256)
+    pieces.push_back({device(at), host->range().base + at, 256});
+  std::vector<int> each;
+  std::vector<uint64_t> numbers;
+  for (int i = 0; i < 17; ++i) {
+    const int before = launched();
+    numbers.push_back(*queue->start(CopyTo::kSlot, pieces));
+    each.push_back(launched() - before);
+  }
+  EXPECT_EQ(each, (std::vector<int>{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 13}));
+  queue->drain();
+  for (const uint64_t number : numbers) EXPECT_TRUE(*queue->done(number));
+  const int before = launched();
+  ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
+  EXPECT_EQ(launched() - before, 1) << "the tables came back";
 }
 
 TEST_F(CudaCopy, KnowsEachStartByItsNumber) {
