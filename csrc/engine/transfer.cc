@@ -281,11 +281,13 @@ void Transfer::on_slot(int64_t now) {
 /// Plans the units that became ready since the last look, or sets when to look again.
 void Transfer::plan_ready(uint64_t ready, int64_t now) {
   if (!stream_.any_beyond(ready)) {
+    stats_.alone = false;
     peek_backoff_ns_ = std::clamp(2 * peek_backoff_ns_, kFirstPeekNs, kLastPeekNs);
     peek_at_ns_ = now + peek_backoff_ns_;
     return;
   }
   if (const Status planned = stream_.plan(ready, folds(*driver_), plan_); !planned.ok()) return stop(planned);
+  stats_.alone &= stream_.all_planned();
   choose_way();
   next_op_ = 0;
   lanes_used_ = 0;

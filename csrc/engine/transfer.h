@@ -32,7 +32,7 @@ struct TransferStats {
   bool ran_inline = false;
   bool settled = false;
   bool soft = false;        // its seat is shared
-  bool alone = false;       // nothing else was under way when it started, and it does not stream
+  bool alone = false;       // nothing else was under way when it started, and it did not wait for its owner
   double predicted_us = 0;  // of total_ns, by the path's cost model; 0 if it streams
   // If there is a staging buffer: the predicted time of both ways, and whether any of the pull was staged.
   Predictions predicted = {};
@@ -127,7 +127,7 @@ class Transfer {
   bool end_announcing() { return !parted_.exchange(true); }
   void mark_inline() { stats_.ran_inline = true; }
   /// To be called before any lane has it.
-  void mark_alone() { stats_.alone = !streams_; }
+  void mark_alone() { stats_.alone = true; }
   /// Ends a transfer that was never submitted.
   void refuse(const Status& why, int64_t now_ns);
 

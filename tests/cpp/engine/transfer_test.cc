@@ -288,6 +288,18 @@ TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
   EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
 }
 
+// Only such a pull says what a transfer takes.
+TEST_F(TransferTest, AStreamIsAloneUnlessItWaitsForItsOwner) {
+  for (const uint64_t ready : {3, 2, 0}) {
+    auto transfer = start(StreamUnit::kBlocks);
+    transfer->mark_alone();
+    const Step slot = transfer->next(kOneOp, false, 0, 1);
+    slot_says(kNonce, ready);
+    transfer->ended(slot, {}, 1);
+    EXPECT_EQ(transfer->stats().alone, ready == 3) << ready;
+  }
+}
+
 TEST_F(TransferTest, AStreamWhoseLeaseEndsIsStale) {
   auto transfer = start(StreamUnit::kBlocks);
   const Step slot = transfer->next(kOneOp, false, 0, 1);
