@@ -41,6 +41,7 @@ from .scheduler import SchedulerSide
 from .settings import Settings
 from .stats import KVLinkMetrics, KVLinkStats
 from .step_commands import StepCommands
+from .stream_timing import LoadCost, slowest
 from .unsupported import check_supported
 from .worker import WorkerSide
 
@@ -63,14 +64,16 @@ class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The ranks that restarted after sleep, and how many workers took the leases of requests that are computed."""
+    """Ranks that restarted after sleep, workers that took leases of running requests, costs by prefill server."""
 
     rank_infos: dict[int, RankInfo] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
+    costs: dict[str, LoadCost] = field(default_factory=dict)
 
     def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
         """Combines the metadata of several ranks."""
-        return KVLinkWorkerMetadata(self.rank_infos | other.rank_infos, self.holders + other.holders)
+        ranks, costs = self.rank_infos | other.rank_infos, slowest(self.costs, other.costs)
+        return KVLinkWorkerMetadata(ranks, self.holders + other.holders, costs)
 
 
 class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -100,6 +103,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_send=transfer.is_kv_producer,
                 announcements=Announcements.of(self._settings.worker),
                 streaming_from=self._settings.streaming_from_tokens,
+                streams_always=self._settings.streams_always,
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
@@ -178,13 +182,15 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVLinkWorkerMetadata | None:
         """Returns the worker's metadata, or None if it is empty."""
         woken, self._woken = self._woken, {}
-        held = self._worker.take_held() if self._worker is not None else ()
-        return KVLinkWorkerMetadata(woken, Counter(held)) if woken or held else None
+        if self._worker is None:
+            return KVLinkWorkerMetadata(woken) if woken else None
+        held, costs = self._worker.take_held(), self._worker.take_costs()
+        return KVLinkWorkerMetadata(woken, Counter(held), costs) if woken or held or costs else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
         """Returns the statistics since the last step; in the scheduler's process, those of unused handoffs."""
         if self._scheduling is not None:
-            return KVLinkStats.of_unused(self._scheduling.take_counts())
+            return KVLinkStats.of_scheduler(self._scheduling.take_counts(), self._scheduling.decisions.take())
         data = self._worker.take_stats() if self._worker is not None else None
         return None if data is None else KVLinkStats(data=data)
 
@@ -233,6 +239,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(reported, KVLinkWorkerMetadata):
             self._store_ranks(reported.rank_infos)
             self._scheduler.held(reported.holders)
+            self._scheduler.decisions.learn(reported.costs)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Calls `request_finished_all_groups` for a model with one group."""

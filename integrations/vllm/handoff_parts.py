@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from kvlink.errors import ConfigError, StaleBlocks, StaleReason
 
 from .handoff import KEY, Handoff, check_signature, signed
+from .stream_timing import Remaining
 
 STREAM = "kvlink_stream"
 """In `kv_transfer_params` of both sides, the name under which prefill announces parts and decode claims them."""
@@ -31,6 +34,8 @@ class Part:
     """False while the blocks are computed; the lease's slot says how many are written."""
     sure: bool = False
     """True if prefill's answer will say ANNOUNCED: the coordinator has taken a part, and refused none."""
+    remaining: Remaining | None = None
+    """The times that prefill still needs, or None if it cannot predict them."""
 
     def to_bytes(self) -> bytes:
         """Returns the bytes that the coordinator carries."""
@@ -41,6 +46,8 @@ class Part:
             "written": self.written,
             "sure": self.sure,
         }
+        if self.remaining is not None:
+            part["remaining_s"] = [self.remaining.prompt_s, self.remaining.part_s]
         return json.dumps(signed(part)).encode()
 
     @classmethod
@@ -56,6 +63,7 @@ class Part:
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
             sure = given.get("sure", False)
             handoff = Handoff.from_params(given)
+            remaining = _remaining(given.get("remaining_s"))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"a part of a handoff is malformed: {error!r}") from None
         if type(num_tokens) is not int or not all(isinstance(one, bool) for one in (last, written, sure)):
@@ -64,7 +72,7 @@ class Part:
             raise ConfigError(
                 f"a part of a handoff is malformed: {handoff.num_tokens} of {num_tokens} tokens, {last=}"
             )
-        return cls(handoff, num_tokens, last, written, sure)
+        return cls(handoff, num_tokens, last, written, sure, remaining)
 
     @staticmethod
     def gone(why: str) -> bytes:
@@ -82,3 +90,12 @@ class Part:
             and len(ours.groups) == len(theirs.groups)
             and self.num_tokens == first.num_tokens
         )
+
+
+def _remaining(given: Any) -> Remaining | None:
+    if given is None:
+        return None
+    prompt_s, part_s = map(float, given)
+    if not 0 <= part_s <= prompt_s < math.inf:
+        raise ValueError(f"impossible times {given!r}")
+    return Remaining(prompt_s, part_s)

@@ -22,6 +22,7 @@ from .rejections import is_rejection
 from .remote_leases import RemoteLeases
 from .shared_leases import SharedLeases
 from .step_commands import Load, StepCommands
+from .stream_decisions import StreamDecisions
 from .traces import trace_of
 from .windows import Windows, loadable, needed_from
 
@@ -36,7 +37,7 @@ class Incoming:
 
     `own` is the RankInfo of any of this server's ranks. `digest` is prefill's digest function. `counts` counts handoffs
     that were not used, by reason. `windows` are those of the cache groups that are transferred. With `stateful`, some
-    groups are states, namely those after the last token that prefill computed.
+    groups are states, namely those after the last token that prefill computed. `decisions` says when pulls begin.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Incoming:
         counts: Counter[str],
         windows: Windows = (),
         stateful: bool = False,
+        decisions: StreamDecisions | None = None,
     ) -> None:
         self._own = own
         self._announcements = announcements
@@ -54,6 +56,7 @@ class Incoming:
         self._counts = counts
         self._windows = windows
         self._stateful = stateful
+        self._decisions = decisions or StreamDecisions()
         self._remote = RemoteLeases()
         self._shared_leases = SharedLeases()
         self._requests: dict[str, AwaitedRequest] = {}
@@ -197,9 +200,12 @@ class Incoming:
     def _begun(self, request: Any, incoming: AwaitedRequest) -> bool:
         assert incoming.following is not None
         why_ended = incoming.following.why_ended
-        incoming.parts += incoming.following.take()
-        if incoming.parts:
-            first = incoming.parts[0]
+        came = incoming.following.take()
+        incoming.parts += came
+        if came and not why_ended and not self._decisions.begins(request.request_id, came[-1]):
+            return False
+        if incoming.parts and (came or why_ended):
+            first, incoming.parts = incoming.parts[0], incoming.parts[-2:]
             self._take(request, incoming, first.handoff, first.num_tokens)
             return True
         if why_ended:
@@ -241,6 +247,8 @@ class Incoming:
     def _release(self, request_id: str) -> None:
         """Releases the lease, unless the handoff belongs to another request, or others are under its lease."""
         incoming = self._pop(request_id)
+        if incoming is not None and incoming.awaited and incoming.parts:
+            self._leave(incoming.parts[-1].handoff)
         if incoming is None or incoming.handoff is None or incoming.refused:
             return
         handoff = incoming.handoff

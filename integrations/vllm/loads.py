@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,12 +14,14 @@ from itertools import takewhile
 from kvlink import Pull, Worker
 from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
 from kvlink.transfer.device_work import DeviceWork
+from kvlink.transfer.explain import PathTaken
 
 from .caches import Caches
 from .handoff import Handoff, expanded
 from .handoff_parts import Part
 from .rank_stats import RankStats, Transfer
 from .step_commands import Load
+from .stream_timing import LoadCost, Share, cost_of
 from .windows import gap_in
 
 _log = logging.getLogger("vllm.kvlink")
@@ -72,6 +75,7 @@ class Loads:
         self._stats = stats
         self._loading: dict[str, _Loading] = {}
         self._known: set[tuple[str, str]] = set()
+        self._costs: dict[str, LoadCost] = {}
 
     def __len__(self) -> int:
         return len(self._loading)
@@ -130,6 +134,11 @@ class Loads:
                 failed.add(request_id)
                 self._report(loading.load, loading.error)
         return ended, failed
+
+    def take_costs(self) -> dict[str, LoadCost]:
+        """Returns the cost of loads by prefill server, for the servers that loads came from since the last call."""
+        costs, self._costs = self._costs, {}
+        return costs
 
     def _pull(
         self, loading: _Loading, handoff: Handoff, end: int, launched: DeviceWork | None, *, written: bool
@@ -222,10 +231,28 @@ class Loads:
                 transports=sorted({path.transport for path in paths}),
             )
         )
+        self._predict(loading.load, paths)
         for path in paths:
             if (path.worker_id, path.transport) not in self._known:
                 self._known.add((path.worker_id, path.transport))
                 _log.info("request %s came from %s", request_id, path)
+
+    def _predict(self, load: Load, paths: Sequence[PathTaken]) -> None:
+        """Predicts later loads like this one, now that the paths have learned from it."""
+        if load.handoff is None or load.num_tokens <= load.first_token:
+            return
+        num_tokens = load.num_tokens - load.first_token
+        num_ops, num_bytes = Counter[str](), Counter[str]()
+        for path in paths:
+            num_ops[path.worker_id] += path.num_ops
+            num_bytes[path.worker_id] += path.num_bytes
+        shares = [
+            Share(peer.predict_us, num_ops[owner] / num_tokens, num_bytes[owner] / num_tokens)
+            for peer in self._worker.peers()
+            if num_bytes[owner := peer.card.worker_id]
+        ]
+        if shares:
+            self._costs[load.handoff.owners[0].worker_id] = cost_of(shares)
 
     def _report(self, load: Load, error: KVLinkError) -> None:
         self._stats.failures[_REASONS.get(type(error), type(error).__name__)] += 1

@@ -8,6 +8,7 @@ answer: vLLM reuses those that the window leaves behind while the prompt is stil
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ from kvlink.tracing import TraceParent
 from .announcements import Announcements
 from .handoff import Handoff, RankInfo, expanded
 from .handoff_parts import STREAM, Part
+from .stream_decisions import StreamDecisions
+from .stream_timing import Remaining
 
 _MAX_NAME = 256
 
@@ -50,6 +53,13 @@ class _Outgoing:
 
     At the prompt's end it includes the block that is not full.
     """
+    end: int = 0
+    """The number of tokens that are computed after the last scheduled chunk."""
+    chunk_tokens: int = 0
+    chunk_began: float = 0.0
+    """The length of that chunk, and the time when it was scheduled."""
+    token_s: float | None = None
+    """The seconds that a token of the last computed chunk took."""
     ends: bool = False
     """True once the prompt's last chunk is scheduled."""
     holders: int = 0
@@ -65,20 +75,46 @@ class _Outgoing:
         ended = [each for each in self.announced if each.done()]
         return bool(ended) and not any(each.cancelled() or each.exception() for each in ended)
 
+    def begin_chunk(self, num_tokens: int, end: int, now: float) -> None:
+        """Takes the time of the chunk before, which has been computed, and notes the one that is scheduled."""
+        self.end_chunk(now)
+        self.chunk_tokens, self.chunk_began, self.end = num_tokens, now, end
+
+    def end_chunk(self, now: float) -> None:
+        """Takes the time of the chunk."""
+        if self.chunk_tokens:
+            self.token_s = (now - self.chunk_began) / self.chunk_tokens
+
+    def remaining(self, running_tokens: int) -> Remaining | None:
+        """Returns the times left if this many tokens of the last scheduled chunk are not computed yet."""
+        if self.token_s is None:
+            return None
+        left = int(self.request.num_prompt_tokens) - self.end + running_tokens
+        return Remaining(max(left, running_tokens) * self.token_s, running_tokens * self.token_s)
+
 
 class Outgoing:
     """The requests whose blocks are announced while they are computed.
 
     Prompts shorter than `from_tokens` are not. `grows` says, by group, whether its blocks stay until the prompt's end.
+    `decisions` counts prompts that are not announced, by reason. `clock` gives seconds.
     """
 
     def __init__(
-        self, announcements: Announcements | None, from_tokens: int, grows: Sequence[bool], ttl_s: float
+        self,
+        announcements: Announcements | None,
+        from_tokens: int,
+        grows: Sequence[bool],
+        ttl_s: float,
+        decisions: StreamDecisions,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._announcements = announcements
         self._from_tokens = from_tokens
         self._grows = tuple(grows)
         self._ttl_s = ttl_s
+        self._decisions = decisions
+        self._clock = clock
         self._requests: dict[str, _Outgoing] = {}
 
     def __len__(self) -> int:
@@ -99,7 +135,10 @@ class Outgoing:
         name = (request.kv_transfer_params or {}).get(STREAM)
         if self._announcements is None or not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
             return
-        if request.num_prompt_tokens < self._from_tokens or request.prompt_token_ids is None:
+        if request.num_prompt_tokens < self._from_tokens:
+            self._decisions.count("short")
+            return
+        if request.prompt_token_ids is None:
             return
         if len({size for size, grows in zip(own.block_tokens, self._grows, strict=True) if grows}) != 1:
             return  # its groups grow by blocks of several sizes, or none grows
@@ -124,12 +163,13 @@ class Outgoing:
             whole = int(out.request.num_prompt_tokens)
             end = min(int(out.request.num_computed_tokens) + chunk.num_tokens, whole)
             out.ends = end == whole
+            out.begin_chunk(chunk.num_tokens, end, self._clock())
             # A block that is not full will be written again by the next chunk.
             block_tokens = self._growth(own[0])
             written[request_id] = out.num_blocks = (
                 -(-end // block_tokens) if out.ends else end // block_tokens
             )
-            self._announce(out, own, write)
+            self._announce(out, own, write, chunk.num_tokens)
         return written
 
     def held(self, holders: Mapping[str, int], own: Sequence[RankInfo], write: Writes) -> None:
@@ -137,11 +177,19 @@ class Outgoing:
         for request_id in self._requests.keys() & holders.keys():
             out = self._requests[request_id]
             out.holders += holders[request_id]
-            self._announce(out, own, write)
+            if out.holders < len(own):
+                continue
+            running_tokens = out.chunk_tokens
+            if out.token_s is None:  # the first chunk is computed, and no other one scheduled
+                out.end_chunk(self._clock())
+                running_tokens = 0
+            self._announce(out, own, write, running_tokens)
 
     def finish(self, request_id: str, own: RankInfo, handoff: Handoff) -> str:
         """Announces the rest. Returns the name under which everything was announced, or "" if not everything was."""
         out = self._requests.pop(request_id, None)
+        if out is not None and not out.announced:
+            self._decisions.count("one_chunk")
         if out is None or not out.goes_well():
             return ""
         if not out.complete:
@@ -150,7 +198,7 @@ class Outgoing:
             self._send(out, own, part.to_bytes())
         return out.name
 
-    def _announce(self, out: _Outgoing, own: Sequence[RankInfo], write: Writes) -> None:
+    def _announce(self, out: _Outgoing, own: Sequence[RankInfo], write: Writes, running_tokens: int) -> None:
         if not out.num_blocks or out.holders < len(own):
             return
         whole = int(out.request.num_prompt_tokens)
@@ -161,7 +209,8 @@ class Outgoing:
         num_tokens = min(out.num_blocks * self._growth(own[0]), whole)
         handoff = write(out.request, out.seats, blocks, num_tokens, out.prompt)
         out.complete, out.trace = out.ends and all(self._grows), handoff.trace
-        part = Part(handoff, whole, last=out.complete, written=False, sure=out.goes_well())
+        remaining = out.remaining(running_tokens)
+        part = Part(handoff, whole, out.complete, written=False, sure=out.goes_well(), remaining=remaining)
         self._send(out, own[0], part.to_bytes())
 
     def _growth(self, own: RankInfo) -> int:

@@ -49,6 +49,7 @@ class RankStats:
             "transports": dict(Counter(name for transfer in self.transfers for name in transfer.transports)),
             "failures": dict(self.failures),
             "unused": {},
+            "decisions": {},
             "expired": self.expired,
             "early_bytes": self.early_bytes,
             "leases": leases,

@@ -26,6 +26,7 @@ from .sent_tickets import SentTickets
 from .stateful import Stateful
 from .states import States
 from .step_commands import HandedOff, StepCommands
+from .stream_decisions import StreamDecisions
 from .traces import Traces
 from .windows import Windows, gap_in, needed_from
 
@@ -44,7 +45,7 @@ class SchedulerSide:
     `slots` are the lease slots of every worker. `select` picks the transferred groups from vLLM's block ids. `own` is
     the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
     coordinator. Prompts of at least `streaming_from` tokens are handed off in parts. `grows` is that of Outgoing.
-    `windows` and `states` are those of the transferred groups.
+    `windows` and `states` are those of the transferred groups. `streams_always` is that of Settings.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SchedulerSide:
         grows: Sequence[bool] = (),
         windows: Windows = (),
         states: Sequence[States | None] = (),
+        streams_always: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
@@ -77,8 +79,11 @@ class SchedulerSide:
         """Handoffs that were not used since the last `take_counts`, by reason."""
         self._windows = windows
         self._stateful = Stateful(states)
-        self.incoming = Incoming(own, announcements, self._digest, self.counts, windows, self._stateful.any)
-        self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s)
+        self.decisions = StreamDecisions(always=streams_always)
+        self.incoming = Incoming(
+            own, announcements, self._digest, self.counts, windows, self._stateful.any, self.decisions
+        )
+        self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""

@@ -21,6 +21,8 @@ _LOGGING = ("log", "log_json")  # vLLM configures its own logging
 _SEATS = 8
 _STREAMING_FROM = 2048  # vLLM's smallest default chunk; in shorter prompts nothing overlaps
 
+_STREAMING = ("predicted", "always")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -31,6 +33,8 @@ class Settings:
     """The number of decode ranks that may read one prefill rank, and of a request's slots at the prefill server."""
     streaming_from_tokens: int = _STREAMING_FROM
     """Prompts of at least this length are handed off in chunks, if the router asks and there is a coordinator."""
+    streams_always: bool = False
+    """Whether decode pulls each chunk as soon as it is computed, even if that is predicted not to pay."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
@@ -41,17 +45,24 @@ class Settings:
         _check_security(extra)
         names = {setting.name for setting in CATALOGUE}.difference(_SECURITY, _LOGGING)
         ours = {name: value for name, value in extra.items() if name in names}
-        unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens"})
+        unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens", "streaming"})
         if unknown:
             _log.warning(
-                "kv_connector_extra_config: kvlink does not know %s; it takes seats, streaming_from_tokens, %s",
+                "kv_connector_extra_config: kvlink does not know %s; it takes seats, streaming, "
+                "streaming_from_tokens, %s",
                 ", ".join(unknown),
                 ", ".join(sorted(names)),
             )
         seats = _number(extra, "seats", _SEATS, 1, 255)
         streaming_from = _number(extra, "streaming_from_tokens", _STREAMING_FROM, 0, 2**31)
+        streaming = extra.get("streaming", _STREAMING[0])
+        if streaming not in _STREAMING:
+            raise ConfigError(
+                f"kv_connector_extra_config: streaming={streaming!r} must be one of {_STREAMING}"
+            )
         try:
-            return cls(WorkerConfig.from_env(defaults=_DEFAULTS, **ours), seats, streaming_from)
+            worker = WorkerConfig.from_env(defaults=_DEFAULTS, **ours)
+            return cls(worker, seats, streaming_from, streaming == "always")
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
 

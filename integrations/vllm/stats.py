@@ -45,6 +45,11 @@ _COUNTERS = {
         "Handoffs that were refused, came without blocks, or were given back unread.",
         "reason",
     ),
+    "decisions": (
+        "vllm:kvlink_streaming_total",
+        "Requests that could stream, by when their pull began or why none of their prompt was announced.",
+        "decision",
+    ),
 }
 _TOTALS = {
     "expired": (
@@ -78,12 +83,15 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     @classmethod
-    def of_unused(cls, counts: Mapping[str, int]) -> KVLinkStats | None:
-        """Returns the statistics of handoffs that were not used, by reason, or None if there were none."""
-        if not counts:
+    def of_scheduler(cls, unused: Mapping[str, int], decisions: Mapping[str, int]) -> KVLinkStats | None:
+        """Returns the statistics of handoffs that were not used, by reason, and of decisions to stream.
+
+        Returns None if there were none.
+        """
+        if not unused and not decisions:
             return None
         stats = cls()
-        stats.data["unused"] = dict(counts)
+        stats.data["unused"], stats.data["decisions"] = dict(unused), dict(decisions)
         return stats
 
     def reset(self) -> None:
@@ -129,6 +137,8 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             row["Failed loads"] = _listed(data["failures"])
         if data["unused"]:
             row["Unused handoffs"] = _listed(data["unused"])
+        if data["decisions"]:
+            row["Streaming"] = _listed(data["decisions"])
         row["Leases expired"] = data["expired"]
         return row
 

@@ -20,6 +20,7 @@ from .handoff import Owner, RankInfo
 from .loads import Loads
 from .rank_stats import RankStats
 from .step_commands import HandedOff, StepCommands
+from .stream_timing import LoadCost
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -124,6 +125,10 @@ class WorkerSide:
         """Returns requests that are read while they are computed, whose leases were taken since the last call."""
         held, self._just_held = self._just_held, set()
         return held
+
+    def take_costs(self) -> dict[str, LoadCost]:
+        """Returns the cost of loads from the servers that loads came from since the last call."""
+        return self._loads.take_costs()
 
     def take_stats(self) -> dict[str, Any] | None:
         """Returns the statistics since the last call."""

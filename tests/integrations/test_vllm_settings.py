@@ -25,6 +25,14 @@ def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.streaming_from_tokens == 0
 
 
+def test_streaming_is_predicted_unless_it_is_always() -> None:
+    chosen = [
+        Settings.of(extra).streams_always
+        for extra in ({}, {"streaming": "predicted"}, {"streaming": "always"})
+    ]
+    assert chosen == [False, False, True]
+
+
 def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINK_LEASE_SLOTS", "800")
     monkeypatch.setenv("KVLINK_INLINE_US", "4096")
@@ -46,6 +54,7 @@ def test_what_the_scheduler_needs_too_belongs_into_the_environment(name: str) ->
         {"seats": "8"},
         {"streaming_from_tokens": -1},
         {"streaming_from_tokens": True},
+        {"streaming": "never"},
         {"lease_s": -1},
         {"nics": "a b"},
     ],
