@@ -38,7 +38,7 @@ from .lease_slots import SlotGroups
 from .other_connectors import check_others
 from .outgoing import Chunk
 from .scheduler import SchedulerSide
-from .settings import Settings
+from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
 from .step_commands import StepCommands
 from .stream_timing import LoadCost, slowest
@@ -102,7 +102,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._rank,
                 may_send=transfer.is_kv_producer,
                 announcements=Announcements.of(self._settings.worker),
-                streaming_from=self._settings.streaming_from_tokens,
+                streaming_from=streams_from(self._settings, vllm_config.scheduler_config),
                 streams_always=self._settings.streams_always,
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],

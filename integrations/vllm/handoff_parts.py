@@ -17,6 +17,8 @@ STREAM = "kvlink_stream"
 """In `kv_transfer_params` of both sides, the name under which prefill announces parts and decode claims them."""
 ANNOUNCED = "kvlink_announced"
 """In prefill's answer, that name if everything was announced to decode under it."""
+STREAMS_FROM = "kvlink_streams_from"
+"""In prefill's answer, the tokens of the shortest prompt that it announces, if the prompt was shorter."""
 _GONE = "gone"
 
 

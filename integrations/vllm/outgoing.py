@@ -20,7 +20,7 @@ from kvlink.tracing import TraceParent
 
 from .announcements import Announcements
 from .handoff import Handoff, RankInfo, expanded
-from .handoff_parts import STREAM, Part
+from .handoff_parts import STREAM, STREAMS_FROM, Part
 from .stream_decisions import StreamDecisions
 from .stream_timing import Remaining
 
@@ -197,6 +197,12 @@ class Outgoing:
             part = Part(handoff, handoff.num_tokens, last=True, written=True, sure=True)
             self._send(out, own, part.to_bytes())
         return out.name
+
+    def advice(self, request: Any) -> dict[str, int]:
+        """Returns the fields that tell a router not to ask decode about such a short prompt meanwhile."""
+        asked = STREAM in (request.kv_transfer_params or {})
+        is_short = request.num_prompt_tokens < self._from_tokens
+        return {STREAMS_FROM: self._from_tokens} if asked and is_short else {}
 
     def _announce(self, out: _Outgoing, own: Sequence[RankInfo], write: Writes, running_tokens: int) -> None:
         if not out.num_blocks or out.holders < len(own):

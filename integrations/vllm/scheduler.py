@@ -164,7 +164,7 @@ class SchedulerSide:
             "tp_size": len(handoff.owners),
             "remote_num_tokens": handoff.num_tokens,
             KEY: handoff.to_params(),
-            **({ANNOUNCED: announced} if announced else {}),
+            **({ANNOUNCED: announced} if announced else self._outgoing.advice(request)),
         }
 
     def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:

@@ -81,3 +81,10 @@ def _number(extra: Mapping[str, Any], name: str, default: int, least: int, most:
     if type(value) is not int or not least <= value <= most:
         raise ConfigError(f"kv_connector_extra_config: {name}={value!r} must be {least} to {most}")
     return value
+
+
+def streams_from(settings: Settings, scheduler_config: Any) -> int:
+    """Returns the tokens of the shortest prompt that vLLM computes by chunks and that may be handed off by them."""
+    chunk = int(scheduler_config.max_num_batched_tokens)
+    most_of_one = int(getattr(scheduler_config, "long_prefill_token_threshold", 0) or 0)
+    return max(settings.streaming_from_tokens, 1 + (min(chunk, most_of_one) if most_of_one > 0 else chunk))

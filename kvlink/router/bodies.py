@@ -22,6 +22,8 @@ _ASK_FOR_A_HANDOFF: Body = {
 _STREAM = "kvlink_stream"
 """The name under which a server with kvlink announces a running prefill, and another one follows it."""
 _ANNOUNCED = "kvlink_announced"
+_STREAMS_FROM = "kvlink_streams_from"
+"""The tokens of the shortest prompt that a prefill server announces, in its answer to a shorter one."""
 _TRACEPARENT = "kvlink_traceparent"
 """The header of that name, for servers that do not pass headers to the engine."""
 _CHARACTERS_A_TOKEN = 4
@@ -76,6 +78,12 @@ def handoff_of(answer: Any) -> Body | None:
 def announced(handoff: Body | None, stream: str) -> bool:
     """Returns whether everything was announced to decode under this name, so that it needs no handoff."""
     return handoff is not None and handoff.get(_ANNOUNCED) == stream
+
+
+def streams_from(handoff: Body | None) -> int | None:
+    """Returns the tokens of the shortest prompt that the prefill server announces, or None if it did not say."""
+    least = handoff.get(_STREAMS_FROM) if handoff is not None else None
+    return int(least) if isinstance(least, int | float) else None
 
 
 def num_tokens(body: Body) -> int:

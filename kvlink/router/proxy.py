@@ -13,7 +13,15 @@ from contextlib import AbstractAsyncContextManager
 from aiohttp import web
 
 from kvlink import tracing
-from kvlink.router.bodies import Body, decode_body, handoff_of, num_tokens, one_handoff_suffices, prefill_body
+from kvlink.router.bodies import (
+    Body,
+    decode_body,
+    handoff_of,
+    num_tokens,
+    one_handoff_suffices,
+    prefill_body,
+    streams_from,
+)
 from kvlink.router.counts import Counts
 from kvlink.router.following import Followed, following
 from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream
@@ -54,7 +62,8 @@ class Proxy:
     """The request handlers for aiohttp.
 
     With `recompute`, decode computes prompts if no prefill server is up; otherwise the answer is 503. Prompts of at
-    least `streaming_from` tokens are sent to decode while prefill still computes; None never does that.
+    least `streaming_from` tokens are sent to decode while prefill still computes; None never does that. Prefill servers
+    may raise that number by their answers.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class Proxy:
         self._decode = decode
         self._recompute = recompute
         self._streaming_from = streaming_from
+        self._advised_from = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Handles /v1/completions, /v1/chat/completions, /inference/v1/generate, and the paths of DECODE_ALONE.
@@ -145,7 +155,7 @@ class Proxy:
         return (
             self._streaming_from is not None
             and one_handoff_suffices(body)
-            and num_tokens(body) >= self._streaming_from
+            and num_tokens(body) >= max(self._streaming_from, self._advised_from)
         )
 
     def _following(
@@ -179,6 +189,7 @@ class Proxy:
             handoff = handoff_of(json.loads(answer.begin))
         except ValueError:
             handoff = None
+        self._advised_from = streams_from(handoff) or self._advised_from
         self.counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:
             _log.warning("prefill gave no handoff, decode computes it request=%s", headers["X-Request-Id"])

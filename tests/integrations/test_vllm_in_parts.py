@@ -164,6 +164,7 @@ def test_short_prompts_are_handed_off_by_the_answer(new: NewServer) -> None:
     answer = prefill.end(asks, [3, 9, 1])
     assert answer
     assert ANNOUNCED not in answer
+    assert answer["kvlink_streams_from"] == 11
     assert decode.awaits(waits)
     decode.scheduler.finished(waits, ([],), False)
     assert decode.load(request("y", PROMPT, answer), [5, 6, 7]) == (10, True)

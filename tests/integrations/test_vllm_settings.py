@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.settings import Settings
+from kvlink.integrations.vllm.settings import Settings, streams_from
 
 
 def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +25,17 @@ def test_what_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings.of({"lease_s": 5, "seats": 2, "streaming_from_tokens": 0})
     assert (settings.seats, settings.worker.lease_s, settings.worker.transports) == (2, 5, "tcp")
     assert settings.streaming_from_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("least", "chunk", "most_of_one", "expected"),
+    [(0, 1024, 0, 1025), (2048, 1024, 0, 2048), (0, 8192, 512, 513), (0, 512, 8192, 513)],
+)
+def test_prompts_of_one_chunk_are_not_streamed(
+    least: int, chunk: int, most_of_one: int, expected: int
+) -> None:
+    scheduler = SimpleNamespace(max_num_batched_tokens=chunk, long_prefill_token_threshold=most_of_one)
+    assert streams_from(Settings.of({"streaming_from_tokens": least}), scheduler) == expected
 
 
 def test_streaming_is_predicted_unless_it_is_always() -> None:

@@ -65,6 +65,20 @@ async def test_a_prefill_that_was_not_announced_is_handed_off_as_ever(place: Pla
     assert await place.counts() == {"handed_off": 1}
 
 
+async def test_prefill_advises_against_prompts_that_it_would_not_announce(place: Place) -> None:
+    for engine in (*place.prefill, *place.decode):
+        engine.handoff, engine.follows = HANDOFF | {"kvlink_streams_from": 5}, False
+    body = BODY | {"prompt": [1, 2, 3, 4]}
+    assert (await place.post(body))[0] == 200
+    asked = [len(engine.asked) for engine in place.decode]
+    assert (await place.post(body))[0] == 200
+    assert sum(len(engine.asked) for engine in place.decode) == sum(asked) + 1
+    for engine in (*place.prefill, *place.decode):
+        engine.follows = True
+    assert (await place.post(body | {"prompt": [1, 2, 3, 4, 5]}))[0] == 200
+    assert await place.counts() == {"handed_off": 3, "followed": 1}
+
+
 async def test_a_decode_server_that_fails_at_it_gets_the_hand_off(place: Place) -> None:
     place.decode[0].fails_to_follow = True
     place.prefill[0].slow_s = 0.1
