@@ -49,5 +49,11 @@ def sweep_ns(num_slots: int, num_leases: int, rounds: int) -> int:
 def grant_at_ns(num_slots: int, num_leases: int, rounds: int) -> int:
     """CPU nanoseconds of a grant at a chosen seat, the least of `rounds`, with so many leases out already."""
 
+def vain_revoke_ns(num_slots: int, num_leases: int, rounds: int) -> int:
+    """CPU nanoseconds of a revoke of 1,000 blocks that none of the soft leases out covers, the least of `rounds`."""
+
+def revoke_ns(num_slots: int, num_leases: int, rounds: int) -> int:
+    """CPU nanoseconds of a revoke of one block that ends a soft lease of 256 blocks, the least of `rounds`."""
+
 def post_ns(plan: Plan, rounds: int) -> int:
     """CPU nanoseconds of posting all of it to a queue pair without a NIC; absent in builds without verbs."""

@@ -110,6 +110,8 @@ def of_leases(leases: int) -> Costs:
         "offer_us": float(np.median(offer_us[-_SPARE_SLOTS:])),
         "grant_at_us": _bench.grant_at_ns(*shape, _SWEEPS) / 1e3,
         "sweep_us": _bench.sweep_ns(*shape, _SWEEPS) / 1e3,
+        "revoke_us": _bench.revoke_ns(*shape, _SWEEPS) / 1e3,
+        "vain_revoke_us_per_1000_blocks": _bench.vain_revoke_ns(*shape, _SWEEPS) / 1e3,
         "idle_percent_of_a_core": 100 * idle,
     }
 

@@ -95,6 +95,8 @@ void register_bench(py::module_& m) {
   };
   leasing("sweep_ns", &time_sweep);
   leasing("grant_at_ns", &time_grant_at);
+  leasing("vain_revoke_ns", &time_vain_revoke);
+  leasing("revoke_ns", &time_revoke);
 #ifndef KVLINK_NO_VERBS
   m.def(
       "post_ns", [](const Plan& plan, uint32_t rounds) { return take(time_posting(plan, rounds)); },

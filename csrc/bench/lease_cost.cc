@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "bench/cpu_time.h"
@@ -77,6 +78,57 @@ Result<int64_t> time_grant_at(const LeasesOut& out, uint32_t rounds) {
     leases.sweep(0, swept);
   }
   return best;
+}
+
+namespace {
+
+constexpr uint32_t kVainBlocks = 1000;
+
+std::vector<uint32_t> blocks_from(uint32_t first, uint32_t count) {
+  std::vector<uint32_t> blocks(count);
+  std::iota(blocks.begin(), blocks.end(), first);
+  return blocks;
+}
+
+/// A table whose leases are soft, behind the blocks that none covers.
+Result<std::unique_ptr<TableWithLeases>> table_with_soft_leases(const LeasesOut& out) {
+  auto table = TableWithLeases::make({out.num_slots, 0});
+  for (uint32_t lease = 0; table.ok() && lease < out.num_leases; ++lease) {
+    const auto blocks = blocks_from(kVainBlocks + lease * kSoftBlocks, kSoftBlocks);
+    const auto seat = (*table)->leases.grant_soft(blocks, kSoftBlocks, kNoExpiryNs, 0);
+    if (!seat.ok()) return seat.status();
+  }
+  return table;
+}
+
+/// Prepares by `before()`, and times a revoke of the blocks.
+template <typename Before>
+Result<int64_t> time_revokes(const LeasesOut& out, uint32_t rounds, const std::vector<uint32_t>& blocks,
+                             Before before) {
+  auto table = table_with_soft_leases(out);
+  if (!table.ok()) return table.status();
+  LeaseTable& leases = (*table)->leases;
+  int64_t best = INT64_MAX;
+  for (uint32_t round = 0; round < rounds; ++round) {
+    if (Status status = before(leases); !status.ok()) return status;
+    const int64_t start = thread_cpu_ns();
+    leases.revoke(blocks);
+    best = std::min(best, thread_cpu_ns() - start);
+  }
+  return best;
+}
+
+}  // namespace
+
+Result<int64_t> time_vain_revoke(const LeasesOut& out, uint32_t rounds) {
+  return time_revokes(out, rounds, blocks_from(0, kVainBlocks), [](LeaseTable&) { return Status(); });
+}
+
+Result<int64_t> time_revoke(const LeasesOut& out, uint32_t rounds) {
+  const auto covered = blocks_from(0, kSoftBlocks);
+  return time_revokes(out, rounds, {kSoftBlocks / 2}, [&](LeaseTable& leases) {
+    return leases.grant_soft(covered, kSoftBlocks, kNoExpiryNs, 0).status();
+  });
 }
 
 }  // namespace kvlink

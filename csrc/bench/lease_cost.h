@@ -18,5 +18,11 @@ struct LeasesOut {
 Result<int64_t> time_sweep(const LeasesOut& out, uint32_t rounds);
 /// Returns the CPU nanoseconds of one grant at a seat that the caller chose, the least of `rounds`.
 Result<int64_t> time_grant_at(const LeasesOut& out, uint32_t rounds);
+/// Returns the CPU nanoseconds of one revoke of a thousand blocks that no soft lease covers, the least of
+/// `rounds`. The leases that are out are soft, and each covers kSoftBlocks blocks.
+Result<int64_t> time_vain_revoke(const LeasesOut& out, uint32_t rounds);
+/// Returns the CPU nanoseconds of one revoke of a block that a soft lease covers, the least of `rounds`.
+Result<int64_t> time_revoke(const LeasesOut& out, uint32_t rounds);
+inline constexpr uint32_t kSoftBlocks = 256;
 
 }  // namespace kvlink

@@ -67,12 +67,14 @@ def checked_soft_offer(
             f"offer {request_id}: a pool with states has no soft offers, because each step overwrites its states"
         )
     blocks = checked_offer(request_id, block_ids, groups, num_tokens, None, ReadyUnit.BLOCKS)
-    by_group = arrays_of(block_ids, groups, request_id)
-    each = _tokens_of_groups(request_id, by_group, groups, num_tokens)
-    for ids, group, held in zip(by_group, groups, each, strict=True):
-        if group.context.num_before(held) != len(ids) * group.block_tokens:
+    sizes, each = [len(blocks.ids)], [blocks.num_tokens]
+    if len(groups) > 1:
+        sizes = [*blocks.group_sizes]
+        each = [*_tokens_of_groups(request_id, arrays_of(block_ids, groups, request_id), groups, num_tokens)]
+    for size, group, held in zip(sizes, groups, each, strict=True):
+        if group.context.num_before(held) != size * group.block_tokens:
             raise ConfigError(
-                f"offer {request_id}: {held} tokens do not fill {len(ids)} blocks of {group.block_tokens}, and a soft "
+                f"offer {request_id}: {held} tokens do not fill {size} blocks of {group.block_tokens}, and a soft "
                 "offer has full blocks only; leave out the last one"
             )
     return blocks

@@ -213,6 +213,41 @@ class Commands:
         self._start(await_all if expire else abort_all)
         return tickets
 
+    def churn_soft(
+        self, name: str, count: int, blocks_each: int, pace_us: float, seed: int
+    ) -> list[list[Any]]:
+        """Offers `count` requests softly, [generation, ticket] each, and overwrites them in the background.
+
+        As `churn` does, but each request is revoked by one of its blocks, which is then the only one that is
+        overwritten. Now and then an offer that pins blocks needs a slot: the oldest ends, and is revoked later.
+        """
+        self._join()
+        worker = self._workers[name]
+        words = worker.pool.numpy().view(np.uint64).reshape(worker.pool.layout.num_blocks, -1)
+        worker.revoke(range(len(words)))
+        self._generation = max(self._generation, 0xA5A5 << 40)  # far from the header of a response
+        pauses = random.Random(seed)
+        tickets = []
+        for index in range(count):
+            self._generation += 1
+            blocks = range(index * blocks_each, (index + 1) * blocks_each)
+            words[blocks.start : blocks.stop] = self._generation
+            tickets.append([self._generation, worker.offer_soft(str(index), blocks).to_text()])
+
+        def overwrite_all() -> None:
+            for index in pauses.sample(range(count), count):
+                time.sleep(pauses.uniform(0, 2) * pace_us / 1e6)
+                if pauses.random() < 0.1:
+                    worker.offer(f"pinned {index}", [0], ttl_s=0.001)
+                block = index * blocks_each + pauses.randrange(blocks_each)
+                worker.revoke([block])
+                self._generation += 1
+                words[block] = self._generation
+            worker.events()
+
+        self._start(overwrite_all)
+        return tickets
+
     def _start(self, run: Any) -> None:
         self._jobs.append(threading.Thread(target=run))
         self._jobs[-1].start()
