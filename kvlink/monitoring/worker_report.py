@@ -41,7 +41,7 @@ def _report(stats: WorkerStats, last: dict[Path, Durations]) -> WorkerReport:
     order = sorted(stats.links, key=lambda link: (link.connected, link.counts.num_bytes), reverse=True)
     failures = Counter(stats.failed_starts)
     for link in stats.links:
-        failures.update(link.counts.failed)
+        failures.update(link.counts.failures)
     return WorkerReport(
         active_leases=leases.active,
         oldest_lease_s=leases.oldest_s,
@@ -69,7 +69,7 @@ def _link(link: Link, before: Durations) -> LinkReport:
         queued=link.queued,
         transfers=counts.valid,
         bytes=counts.num_bytes,
-        failed=sum(counts.failed.values()),
+        failed=counts.failures.total(),
         stale=counts.stale_pinned,
         p50_s=recent.quantile_s(0.5),
         p99_s=recent.quantile_s(0.99),

@@ -52,6 +52,11 @@ class PathCounts(NamedTuple):
         """Stale reads of blocks that should have been pinned. Those of soft leases are ordinary."""
         return sum(number for (soft, _), number in self.stale.items() if not soft)
 
+    @property
+    def failures(self) -> Counter[str]:
+        """`failed` without stale reads of soft leases."""
+        return self.failed - Counter(StaleBlocks=self.stale.total() - self.stale_pinned)
+
     def plus(self, other: PathCounts) -> PathCounts:
         """Returns the sum of both."""
         return PathCounts(*map(operator.add, self, other))

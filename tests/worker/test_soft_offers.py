@@ -265,6 +265,20 @@ def test_a_reader_finds_what_it_has_in_common(server: Server) -> None:
     assert server.owner.offer_soft("turn", TURN).common_tokens(digests) == 0
 
 
+def test_a_reader_pulls_what_its_own_cache_lacks(server: Server) -> None:
+    server.write(TURN, 7)
+    digests = [bytes([number]) * 8 for number in range(4)]
+    ticket = server.owner.offer_soft("turn", TURN, digests=digests)
+    reader = server.readers[0]
+    blocks_of(reader)[:] = 1
+    common = ticket.common_tokens([*digests[:3], bytes(8)])
+    pull = reader.pull(ticket, HERE, tokens=(4, common))
+    pull.wait()
+    assert (blocks_of(reader)[:, HERE[1:3]] == 7).all()
+    assert (np.delete(blocks_of(reader), HERE[1:3], axis=1) == 1).all()
+    assert pull.stats.num_bytes == 2 * LAYOUT.block_bytes
+
+
 def test_a_signature_covers_the_digests(opened: ExitStack, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("k" * 32)

@@ -148,7 +148,7 @@ def _add_link(families: Families, link: Link, worker: str) -> None:
         stale = "Stale reads by how their lease had ended."
         how = {"lease": "soft" if soft else "pinned", "why": StaleReason(why).name.lower()}
         families.count("kvlink_stale_reads_by_end_total", stale, number, {**labels, **how})
-    for reason, number in counts.failed.items():
+    for reason, number in counts.failures.items():
         failed = "Transfers that failed. No byte of them was used."
         families.count("kvlink_failed_transfers_total", failed, number, {**labels, "reason": reason})
     families.gauge("kvlink_queued_transfers", "Transfers queued or running at lanes.", link.queued, labels)
