@@ -5,62 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from transports.mixed_pools import MixedSpec
 from waiting import eventually
+from worker.soft_server import HERE, LAYOUT, TURN, Server, blocks_of
 
-from kvlink import BlockPool, Context, Geometry, Ticket, Worker, WorkerConfig, _core, dense
+from kvlink import Ticket, _core
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import AccessDenied, ConfigError, PeerUnreachable, StaleBlocks, StaleReason
 from kvlink.ticket import SHARED_SEAT, LeaseSeat
 from kvlink.transfer.engine import LeaseCounts, SoftLeaseCounts
 
-LAYOUT = dense(Geometry(num_layers=2, total_heads=2, row_bytes=16, num_blocks=64, block_tokens=4))
-TURN, HERE = [9, 3, 30, 4], [1, 8, 2, 40]
 TRANSPORTS = [
     pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why_not}. {fix}")] if why_not else [])
     for name, _, _, why_not, fix in _core.transports()
     if name not in ("cuda", "verbs")
 ]
-
-
-def blocks_of(worker: Worker) -> npt.NDArray[np.uint8]:
-    """The pool by plane, block and byte."""
-    return worker.pool.numpy().view(np.uint8).reshape(-1, LAYOUT.num_blocks, LAYOUT.block_stride)
-
-
-class Server:
-    """An owner whose blocks hold their generation, and readers."""
-
-    def __init__(self, opened: ExitStack, transport: str, num_readers: int = 2, **config: object) -> None:
-        options = WorkerConfig(transports=transport, port=0, **config)  # type: ignore[arg-type]
-
-        def worker(name: str) -> Worker:
-            return opened.enter_context(Worker(BlockPool.allocate(LAYOUT), name, config=options))
-
-        self.owner = worker("owner")
-        self.readers = [worker(f"reader-{number}") for number in range(num_readers)]
-
-    def write(self, blocks: list[int], generation: int) -> None:
-        blocks_of(self.owner)[:, blocks] = generation
-
-    def outcome(self, pull_of: Worker, ticket: Ticket, generation: int) -> StaleReason | None:
-        """Pulls, and returns why it was stale. A pull that succeeds must have brought this generation."""
-        blocks_of(pull_of)[:, HERE] = 0xEE
-        try:
-            pull_of.pull(ticket, HERE[: len(ticket.block_ids)], timeout_s=20).wait()
-        except StaleBlocks as stale:
-            return stale.why
-        assert (blocks_of(pull_of)[:, HERE[: len(ticket.block_ids)]] == generation).all()
-        return None
 
 
 @pytest.fixture
@@ -188,71 +153,6 @@ def test_an_owner_that_is_closed(server: Server) -> None:
         server.owner.offer_soft("turn", TURN)
     with pytest.raises(PeerUnreachable):
         server.readers[0].pull(ticket, HERE, timeout_s=20).wait()
-
-
-@pytest.mark.parametrize(
-    "ids", [TURN[:1], (TURN[0],), array("I", TURN), np.array(TURN), np.array(TURN, np.uint32), range(9, 10)]
-)
-def test_a_revoke_takes_block_ids_of_any_kind(server: Server, ids: object) -> None:
-    server.owner.offer_soft("turn", TURN)
-    assert server.owner.revoke([]) == 0
-    assert server.owner.revoke(ids) == 1  # type: ignore[arg-type]
-
-
-def test_a_revoke_of_other_blocks_ends_nothing(server: Server) -> None:
-    server.owner.offer_soft("turn", TURN)
-    assert server.owner.revoke([block for block in range(64) if block not in TURN]) == 0
-    assert server.owner.revoke([2**32 - 1]) == 0
-    for wrong in ("9", [-1], [1.5], None):
-        with pytest.raises(ConfigError, match="revoke"):
-            server.owner.revoke(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "options", "says"),
-    [
-        (TURN, {"num_tokens": 15}, "15 tokens do not fill 4 blocks of 4, and a soft offer has full blocks"),
-        (TURN, {"num_tokens": 17}, "17 tokens"),
-        ([], {}, "empty"),
-        ([1, 64], {}, "64"),
-        (TURN, {"ttl_s": 0}, "ttl_s"),
-        (TURN, {"ttl_s": 1e9}, "ttl_s"),
-        (TURN, {"digests": [b"short"]}, "8 to 64 bytes"),
-        (TURN, {"digests": [bytes(8)] * 3}, "16 tokens cannot have 3 digests"),
-    ],
-)
-def test_what_cannot_be_offered(
-    server: Server, blocks: list[int], options: dict[str, object], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        server.owner.offer_soft("turn", blocks, **options)  # type: ignore[arg-type]
-    assert server.owner.soft_lease_counts().granted == 0
-
-
-def test_states_are_not_offered(opened: ExitStack) -> None:
-    spec = MixedSpec()
-    worker = opened.enter_context(Worker(spec.make(), "hybrid", transports="loopback"))
-    with pytest.raises(ConfigError, match="each step overwrites its states"):
-        worker.offer_soft("turn", [[1], [2], [2]])
-
-
-def test_cache_groups_are_revoked_by_either_list(opened: ExitStack) -> None:
-    pool = BlockPool.allocate((LAYOUT, LAYOUT))
-    worker = opened.enter_context(Worker(pool, "groups", transports="loopback"))
-    for revoked in ([5], [[], [5]], [[5], []]):
-        worker.offer_soft("turn", [[1, 2], [5, 6]])
-        assert worker.revoke([3, 4]) == 0
-        assert worker.revoke(revoked) == 1
-
-
-def test_ranks_that_share_tokens_offer_full_blocks(opened: ExitStack) -> None:
-    geometry = Geometry(
-        num_layers=1, total_heads=1, row_bytes=16, num_blocks=8, block_tokens=4, context=Context(0, 2)
-    )
-    worker = opened.enter_context(Worker(BlockPool.allocate(dense(geometry)), "part", transports="loopback"))
-    assert worker.offer_soft("turn", [1, 2]).num_tokens == 16
-    with pytest.raises(ConfigError, match="14 tokens do not fill"):
-        worker.offer_soft("turn", [1, 2], num_tokens=14)
 
 
 def test_a_reader_finds_what_it_has_in_common(server: Server) -> None:
