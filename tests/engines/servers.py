@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class ServerFailed(Exception):
 @dataclass(frozen=True)
 class Launch:
     """How to start a server, again and again on the same port. `alive` is a path that answers 200 once it serves;
-    empty: it need only listen. `cpus`: the CPUs that it may use, in the form of taskset; empty: all."""
+    empty: it need only listen. `cpus`: the CPUs that it may use, in the form of taskset; empty: all. `host` is its
+    address, `inside` the prefix of a command that runs where it has that address."""
 
     name: str
     command: tuple[str, ...]
@@ -51,6 +52,13 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     alive: str = "/health"
     cpus: str = ""
+    host: str = "127.0.0.1"
+    inside: tuple[str, ...] = ()
+
+    def at(self, host: str, inside: Iterable[str], **env: str) -> Launch:
+        """Returns the launch of the same server on another host."""
+        command = tuple(host if part == self.host else part for part in self.command)
+        return replace(self, command=command, host=host, inside=tuple(inside), env={**self.env, **env})
 
 
 class Server:
@@ -59,7 +67,7 @@ class Server:
     def __init__(self, launch: Launch) -> None:
         LOGS.mkdir(parents=True, exist_ok=True)
         self.launch = launch
-        self.url = f"http://127.0.0.1:{launch.port}"
+        self.url = f"http://{launch.host}:{launch.port}"
         self.log = LOGS / f"{launch.name}-{launch.port}.log"
         self._started = time.monotonic()
         self._logged_before = self.log.stat().st_size if self.log.exists() else 0
@@ -67,7 +75,11 @@ class Server:
             log.write(f"\n$ {' '.join(launch.command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                (*(("taskset", "-c", launch.cpus) if launch.cpus else ()), *launch.command),
+                (
+                    *launch.inside,
+                    *(("taskset", "-c", launch.cpus) if launch.cpus else ()),
+                    *launch.command,
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -107,7 +119,7 @@ class Server:
         """Whether it answers now."""
         try:
             if not self.launch.alive:
-                socket.create_connection(("127.0.0.1", self.launch.port), timeout=5).close()
+                socket.create_connection((self.launch.host, self.launch.port), timeout=5).close()
                 return True
             with urllib.request.urlopen(self.url + self.launch.alive, timeout=5) as answer:
                 return bool(answer.status == 200)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,29 @@ class Lan:
     def inside(self, name: str) -> list[str]:
         """Returns the prefix of a command that runs on this host."""
         return ["ip", "netns", "exec", f"{self._prefix}-{name}"]
+
+    def enter(self, name: str) -> None:
+        """Moves this thread to a host, and so the threads and processes that it starts later."""
+        # os.setns is newer than the oldest Python that is supported.
+        with Path(f"/run/netns/{self._prefix}-{name}").open() as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace of {name}")
+
+    def pace(self, name: str, rate: str) -> None:
+        """Limits what leaves this host to a rate in tc's form. Calling again changes it."""
+        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
+        subprocess.run(
+            ["tc", "-n", f"{self._prefix}-{name}", "qdisc", "replace", "dev", "eth0", "root", *shape],
+            check=True,
+        )
+
+    def receive_on(self, name: str, cpus: int) -> None:
+        """Has packets for this host handled by the CPUs of a mask, and not by the CPU of their sender."""
+        port = f"p{self.names.index(name)}"
+        for space, device in ((name, "eth0"), ("switch", port)):
+            steering = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
+            inside = ["ip", "netns", "exec", f"{self._prefix}-{space}"]
+            subprocess.run([*inside, "sh", "-c", f"echo {cpus:x} > {steering}"], check=True)
 
     def cut(self, source: str, *targets: str, both: bool = False) -> None:
         """Drops silently what each of `targets` receives from `source`. `both` also drops the other direction."""
