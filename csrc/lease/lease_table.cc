@@ -112,7 +112,7 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
   if (readers == 0) return Status::Config("a lease needs at least one reader");
   if (leases_.contains(lease)) return Status::Config("this lease is already granted");
   if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  if (!make_room(readers)) {
+  if (readers > free_.size() && !make_room(readers)) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
@@ -321,8 +321,9 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
   std::lock_guard lock(mutex_);
   const int64_t now = aged(now_ns);
   const auto num_slots = static_cast<uint32_t>(records_.size());
+  const PeerWords* const words = words_;
   for (uint32_t slot = 1; slot < num_slots;) {
-    if (num_slots - slot >= kSlotsAtOnce && are_zero(&words_[slot])) {
+    if (num_slots - slot >= kSlotsAtOnce && are_zero(&words[slot])) {
       slot += kSlotsAtOnce;
       continue;
     }
