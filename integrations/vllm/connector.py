@@ -25,6 +25,7 @@ from .announcements import Announcements
 from .caches import LayerGroup, caches_of
 from .engine_config import (
     at_this_host,
+    drain_s,
     grows,
     launched,
     model_of,
@@ -258,7 +259,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The following methods run in either process.
 
     def shutdown(self) -> None:
-        """Closes both sides. Idempotent."""
+        """Closes both sides; a server that drains waits for its readers first. Idempotent."""
+        if self._worker is not None:
+            self._worker.drain(drain_s(self._vllm_config))
         self.unregister_kv_caches()
         if self._scheduling is not None:
             self._scheduling.close()

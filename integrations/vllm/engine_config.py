@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -41,6 +42,14 @@ def rank_of(vllm_config: Any, role: KVConnectorRole) -> Rank:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return Rank(get_tensor_model_parallel_rank(), size, heads)
+
+
+def drain_s(vllm_config: Any) -> float:
+    """Returns how long a server that ends may wait for its readers: 0 unless it was started with --shutdown-timeout.
+
+    vLLM ends a worker's process after VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, and closing takes a part of the last one.
+    """
+    return max(envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - 1.0, 0.0) if vllm_config.shutdown_timeout else 0.0
 
 
 def number_of(vllm_config: Any, rank: Rank) -> int:

@@ -137,6 +137,14 @@ class WorkerSide:
         counts = self._worker.lease_counts()
         return self._stats.take(counts.active, counts.oldest_s)
 
+    def drain(self, grace_s: float) -> None:
+        """Waits at most `grace_s` seconds until decode has read what was handed off, so that it need not compute it."""
+        if not self._worker.drain(grace_s):
+            _log.warning(
+                "closing although %d requests were not read; their decode servers compute them again",
+                self._worker.lease_counts().active,
+            )
+
     def close(self) -> None:
         """Ends pulls and leases. On return nothing accesses the caches. Idempotent."""
         self._worker.close()

@@ -32,6 +32,7 @@ EXAMPLES = {
         "kvlink doctor --gpudirect --json",
         "kvlink doctor --day-one --report host-7.md",
     ),
+    "drain": ("kvlink drain http://10.0.0.7:8000 --router 8080",),
     "router": ("kvlink router --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",),
 }
 

@@ -15,6 +15,8 @@ class _State:
     failures: int = 0
     """The number of consecutive failures."""
     away_until_s: float = 0.0
+    draining: bool = False
+    """Whether it gets no new requests, until it was away and has come back."""
 
 
 class Ring:
@@ -45,7 +47,20 @@ class Ring:
 
     def available(self, url: str, now_s: float) -> bool:
         """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""
-        return now_s >= self._states[url].away_until_s
+        state = self._states[url]
+        return now_s >= state.away_until_s and not state.draining
+
+    def draining(self, url: str) -> bool:
+        """Returns whether `drain` was called and the server has not been replaced since."""
+        return self._states[url].draining
+
+    def drain(self, url: str) -> None:
+        """Lets `choose` leave the server out until it has failed and then answered a probe: it was replaced."""
+        self._states[url].draining = True
+
+    def resume(self, url: str) -> None:
+        """Undoes `drain`."""
+        self._states[url].draining = False
 
     def failed(self, url: str, now_s: float) -> None:
         """Records that a request or a probe failed. The back-off doubles with each consecutive failure."""
@@ -55,5 +70,6 @@ class Ring:
         state.away_until_s = now_s + back_off_s
 
     def succeeded(self, url: str) -> None:
-        """Records that a request or a probe was answered, which makes the server available immediately."""
-        self._states[url] = _State()
+        """Records that a request or a probe was answered, which makes the server available, unless it drains."""
+        state = self._states[url]
+        self._states[url] = _State(draining=state.draining and state.failures == 0)

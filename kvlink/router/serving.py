@@ -13,6 +13,7 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from kvlink.errors import KVLinkError
 from kvlink.router.choice import Ring
+from kvlink.router.control_socket import listen
 from kvlink.router.proxy import DECODE_ALONE, Proxy
 from kvlink.router.upstream import Upstream
 
@@ -36,7 +37,7 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with routing(prefill, decode, host, port, recompute, streaming_from) as address:
+    async with routing(prefill, decode, host, port, recompute, streaming_from, control=True) as address:
         _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
         await stop.wait()
@@ -50,10 +51,12 @@ async def routing(
     port: int = 0,
     recompute: bool = True,
     streaming_from: int | None = None,
+    control: bool = False,
 ) -> AsyncIterator[str]:
     """Routes between servers, given by their base URLs, and yields its own URL.
 
-    `port` 0 takes any free port. The other parameters are those of Proxy.
+    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn. The other
+    parameters are those of Proxy.
     """
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
     # looks like a server that died with it.
@@ -67,13 +70,19 @@ async def routing(
         )
         await runner.setup()
         probing = asyncio.create_task(_probe(sides))
+        controlled: web.AppRunner | None = None
         try:
-            yield await _listen(runner, host, port)
+            address = await _listen(runner, host, port)
+            if control:
+                controlled = await listen(sides, runner.addresses[0][1])
+            yield address
         finally:
             probing.cancel()
             with suppress(asyncio.CancelledError):
                 await probing
             await runner.cleanup()
+            if controlled is not None:
+                await controlled.cleanup()
 
 
 def _application(proxy: Proxy) -> web.Application:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Upstream:
     def __init__(self, role: str, ring: Ring, session: ClientSession) -> None:
         self.role = role
         self.ring = ring
+        self.running: Counter[str] = Counter()
+        """The number of requests that each server is answering, probes not counted."""
         self._session = session
 
     async def ask_any(
@@ -86,16 +89,20 @@ class Upstream:
     async def _open(
         self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
     ) -> AsyncIterator[ClientResponse]:
+        self.running[url] += 1
         try:
-            response = await self._session.request(
-                method, url + path, json=body, headers=headers, timeout=_PATIENT
-            )
-        except BROKEN as error:
-            raise self._gone(url, error, untouched=isinstance(error, ClientConnectorError)) from error
-        try:
-            yield response
+            try:
+                response = await self._session.request(
+                    method, url + path, json=body, headers=headers, timeout=_PATIENT
+                )
+            except BROKEN as error:
+                raise self._gone(url, error, untouched=isinstance(error, ClientConnectorError)) from error
+            try:
+                yield response
+            finally:
+                response.close()
         finally:
-            response.close()
+            self.running[url] -= 1
 
     async def _read(self, url: str, response: ClientResponse, whole: bool) -> bytes:
         """Returns the body, or its first part if not `whole`. Only then has the server begun to answer."""

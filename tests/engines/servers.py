@@ -157,6 +157,12 @@ class Server:
         text = self.log.read_text(errors="replace").splitlines()[-lines:]
         return f"the end of {self.log}:\n" + "\n".join(text)
 
+    def exit_status(self, within_s: float) -> int | None:
+        """Waits for its end. None: it still runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(within_s)
+        return None
+
     def kill(self) -> None:
         """SIGKILL to the whole group, as a node that dies."""
         self._signal(signal.SIGKILL)

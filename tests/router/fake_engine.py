@@ -31,6 +31,8 @@ class FakeEngine:
         """As decode: answers a request that names a running prefill. As prefill: says that it announced itself."""
         self.fails_to_follow = False
         self.slow_s = 0.0
+        self.hold: asyncio.Event | None = None
+        """Answers wait for it."""
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -72,6 +74,8 @@ class FakeEngine:
         try:
             if self.hang or (self._only_names(body) and not self.follows):
                 await asyncio.Event().wait()
+            if self.hold is not None:
+                await self.hold.wait()
             await asyncio.sleep(self.slow_s)
             return await self._answer(request, body)
         except asyncio.CancelledError:

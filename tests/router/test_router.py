@@ -32,7 +32,9 @@ class Place:
         self._ends: dict[str, AsyncExitStack] = {}
         self._stack = stack
 
-    async def start(self, recompute: bool = True, streaming_from: int | None = None) -> Place:
+    async def start(
+        self, recompute: bool = True, streaming_from: int | None = None, control: bool = False
+    ) -> Place:
         for engine in (*self.prefill, *self.decode):
             end = self._ends[engine.name] = await self._stack.enter_async_context(AsyncExitStack())
             await end.enter_async_context(engine.serving())
@@ -41,10 +43,10 @@ class Place:
             [d.url for d in self.decode],
             recompute=recompute,
             streaming_from=streaming_from,
+            control=control,
         )
-        self.client = await self._stack.enter_async_context(
-            ClientSession(await self._stack.enter_async_context(router))
-        )
+        self.url = await self._stack.enter_async_context(router)
+        self.client = await self._stack.enter_async_context(ClientSession(self.url))
         return self
 
     async def kill(self, engine: FakeEngine) -> None:

@@ -53,6 +53,27 @@ def test_back_off_doubles_up_to_its_limit() -> None:
     assert waits[-1] == MOST_BACK_OFF_S
 
 
+def test_a_draining_server_is_left_out_until_it_has_been_replaced() -> None:
+    ring = Ring(URLS[:2])
+    ring.drain("http://a")
+    ring.succeeded("http://a")  # it still answers what it has
+    assert ring.draining("http://a")
+    assert [ring.choose(0) for _ in range(3)] == ["http://b"] * 3
+    ring.failed("http://a", now_s=0)
+    assert ring.draining("http://a")
+    ring.succeeded("http://a")
+    assert not ring.draining("http://a")
+    assert sorted(str(ring.choose(0)) for _ in range(2)) == URLS[:2]
+
+
+def test_draining_can_be_undone() -> None:
+    ring = Ring(URLS[:1])
+    ring.drain(URLS[0])
+    assert ring.choose(0) is None
+    ring.resume(URLS[0])
+    assert ring.choose(0) == URLS[0]
+
+
 def test_the_state_is_said_in_words() -> None:
     ring = Ring(URLS[:2])
     ring.failed("http://a", 0)

@@ -122,6 +122,7 @@ def test_the_metadata_is_complete() -> None:
         "bench": "kvlink.benchmarks:app",
         "predict": "kvlink.benchmarks.prediction.command:app",
         "report": "kvlink.benchmarks.report.command:app",
+        "drain": "kvlink.cli.drain:app",
         "router": "kvlink.cli.router:app",
         "simulate": "kvlink.benchmarks.simulation.command:app",
     }

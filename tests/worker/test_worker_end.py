@@ -244,3 +244,18 @@ def test_failed_attempts_are_forgotten_after_a_while() -> None:
     attempts.failed("refused", 100.0, 100.0, silent=False)
     assert not attempts.is_expired(attempts.not_before + 59)
     assert attempts.is_expired(attempts.not_before + 61)
+
+
+def test_a_worker_drains_when_its_offers_have_ended(worker: Worker) -> None:
+    assert worker.drain(0.0)
+    ticket = worker.offer("r", [0, 1])
+    assert not worker.drain(0.0)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(worker.drain(60.0)))
+    thread.start()
+    worker.pull(ticket, [4, 5]).wait(20)
+    thread.join()
+    assert drained == [True]
+    assert [event.how for event in worker.events()] == [LeaseEnd.SETTLED], "draining takes no events"
+    worker.offer_soft("soft", [2])
+    assert worker.drain(0.0)

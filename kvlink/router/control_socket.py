@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a user of this host drain servers, by an abstract Unix socket that is named by the port of the router.
+
+The kernel says who is at the other end, so neither side trusts a name or a token: only the user of the router and root
+are answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from kvlink.router.upstream import Upstream
+
+_log = logging.getLogger("kvlink.router")
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def socket_name(port: int) -> str:
+    """Returns the name of the socket of the router that listens on this TCP port."""
+    return f"\0kvlink-router-{port}"
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Returns whether the process at the other end is of this user, or of root."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(found)[1] in (os.geteuid(), 0)
+
+
+async def listen(sides: Sequence[Upstream], port: int) -> web.AppRunner | None:
+    """Serves until the runner is cleaned up. Returns None, with a warning, if the name is taken."""
+    control = _Control(sides)
+    app = web.Application(middlewares=[_only_own])
+    app.add_routes(
+        [
+            web.get("/servers", control.servers),
+            web.post("/drain", control.drain),
+            web.post("/resume", control.resume),
+        ]
+    )
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, socket_name(port)).start()
+    except OSError as error:
+        await runner.cleanup()
+        _log.warning("servers cannot be drained: the control socket of port=%d error=%s", port, error)
+        return None
+    return runner
+
+
+@web.middleware
+async def _only_own(request: web.Request, handler: Any) -> web.StreamResponse:
+    connection = request.get_extra_info("socket")
+    if connection is None or not is_own(connection):
+        return _refused(403, "only the user of the router and root may drain servers")
+    answer: web.StreamResponse = await handler(request)
+    return answer
+
+
+class _Control:
+    """The request handlers."""
+
+    def __init__(self, sides: Sequence[Upstream]) -> None:
+        self._sides = sides
+
+    async def servers(self, _: web.Request) -> web.Response:
+        now_s = time.monotonic()
+        return web.json_response(
+            [
+                {
+                    "role": side.role,
+                    "server": url,
+                    "state": _state(side, url, now_s),
+                    "running": side.running[url],
+                }
+                for side in self._sides
+                for url in side.ring.urls
+            ]
+        )
+
+    async def drain(self, request: web.Request) -> web.Response:
+        return await self._changed(request, drain=True)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._changed(request, drain=False)
+
+    async def _changed(self, request: web.Request, drain: bool) -> web.Response:
+        server = (await request.json())["server"]
+        sides = [side for side in self._sides if server in side.ring.urls]
+        if not sides:
+            known = ", ".join(url for side in self._sides for url in side.ring.urls)
+            return _refused(404, f"the router has no server {server}; it has {known}")
+        for side in sides:
+            (side.ring.drain if drain else side.ring.resume)(server)
+            _log.info("%s server %s %s", side.role, server, "drains" if drain else "gets requests again")
+        return await self.servers(request)
+
+
+def _state(side: Upstream, url: str, now_s: float) -> str:
+    if side.ring.draining(url):
+        return "draining"
+    return "up" if side.ring.available(url, now_s) else "away"
+
+
+def _refused(status: int, why: str) -> web.Response:
+    return web.json_response({"error": why}, status=status)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers leave the router's turn by its control socket, and `kvlink drain` waits for what they still answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
+
+from test_router import BODY, Place
+
+from kvlink.cli.drain import wait
+from kvlink.errors import ConfigError
+from kvlink.router import control_client, control_socket
+from kvlink.router.control_client import asking
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        yield await Place(stack).start(control=True)
+
+
+async def ask(place: Place, command: str, server: str = "") -> list[Row]:
+    """As the command line does, on a thread of its own."""
+
+    def call() -> list[Row]:
+        with asking(int(place.url.rpartition(":")[2])) as send:
+            return send(command, server)
+
+    return await asyncio.to_thread(call)
+
+
+def states(rows: list[Row]) -> list[tuple[str, str]]:
+    return [(row["role"], row["state"]) for row in rows]
+
+
+async def test_a_draining_server_gets_no_requests(place: Place) -> None:
+    leaving = place.prefill[0]
+    rows = await ask(place, "drain", leaving.url)
+    assert states(rows) == [("prefill", "draining"), ("prefill", "up"), ("decode", "up"), ("decode", "up")]
+    for _ in range(4):
+        assert (await place.post())[0] == 200
+    assert (len(leaving.asked), len(place.prefill[1].asked)) == (0, 4)
+    await ask(place, "resume", leaving.url)
+    for _ in range(2):
+        assert (await place.post())[0] == 200
+    assert len(leaving.asked) == 1
+
+
+async def test_running_requests_are_counted_until_they_end(place: Place) -> None:
+    leaving = place.decode[0]
+    leaving.hold = asyncio.Event()
+    place.decode[1].hold = leaving.hold
+    asking_both = [asyncio.create_task(place.post(BODY)) for _ in range(2)]
+    while len(leaving.asked) + len(place.decode[1].asked) < 2:
+        await asyncio.sleep(0)
+    rows = await ask(place, "drain", leaving.url)
+    assert [row["running"] for row in rows if row["role"] == "decode"] == [1, 1]
+    leaving.hold.set()
+    assert [(await answer)[0] for answer in asking_both] == [200, 200]
+    rows = await ask(place, "servers")
+    assert [row["running"] for row in rows] == [0, 0, 0, 0]
+
+
+async def test_a_server_that_the_router_does_not_have_is_named(place: Place) -> None:
+    with pytest.raises(ConfigError, match=r"no server http://nobody; it has http://127"):
+        await ask(place, "drain", "http://nobody")
+
+
+async def test_other_users_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_not_own(_: socket.socket) -> bool:
+        return False
+
+    monkeypatch.setattr(control_socket, "is_own", is_not_own)
+    with pytest.raises(ConfigError, match="only the user of the router and root"):
+        await ask(place, "drain", place.prefill[0].url)
+
+
+def test_an_impostor_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
+        impostor.bind(control_socket.socket_name(1))
+        impostor.listen()
+        monkeypatch.setattr(control_client, "is_own", lambda _: False)
+        with asking(1) as send, pytest.raises(Exception, match="another user's process"):
+            send("drain", "http://a")
+
+
+def test_without_a_router_the_port_is_named() -> None:
+    with asking(2) as send, pytest.raises(ConfigError, match=r"for port 2 .* --router"):
+        send("servers", "")
+
+
+def test_waiting_ends_with_the_last_request_or_the_grace() -> None:
+    running: Iterator[int] = iter([3, 2, 0])
+    now = [0.0]
+
+    def slept(seconds: float) -> None:
+        now[0] += seconds
+
+    def answered(command: str, server: str) -> list[Row]:
+        assert (command, server) == ("servers", "")
+        return [{"server": "http://a", "running": next(running)}, {"server": "http://b", "running": 9}]
+
+    assert wait(answered, "http://a", 60.0, lambda: now[0], slept) == [{"server": "http://a", "running": 0}]
+    assert now == [0.4]
+    running = iter([5] * 100)
+    assert wait(answered, "http://a", 1.0, lambda: now[0], slept)[0]["running"] == 5
+    assert now[0] == pytest.approx(1.4)
