@@ -14,6 +14,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -23,43 +24,24 @@
 #include "base/unique_fd.h"
 #include "memory/streaming_copy.h"
 #include "transports/cma_permission.h"
+#include "transports/cma_process.h"
 #include "transports/factories.h"
 #include "transports/same_host/copy_endpoint.h"
+#include "transports/same_host/copy_helper.h"
 #include "transports/same_host/shared_mapping.h"
 
 namespace kvlink {
 namespace {
 
-constexpr uint32_t kMagic = 0x3161'6d63;  // "cma1"
-constexpr size_t kCookieBytes = 16;
-constexpr size_t kMaxBootIdBytes = 64;
+using cma::CmaAddress, cma::Cookie, cma::kCookieBytes, cma::kMagic, cma::piece, cma::Process;
+
 constexpr size_t kMaxPieces = 1024;                // UIO_MAXIOV
 constexpr size_t kMaxDataPieces = kMaxPieces - 2;  // the rest is for a slot
 
-using Cookie = std::array<char, kCookieBytes>;
-
-struct CmaAddress {
-  std::string boot_id;
-  uint64_t pid_namespace = 0, pid = 0, uid = 0;
-  uint64_t cookie_address = 0;
-  Cookie cookie{};
-
-  std::string blob() const {
-    BlobWriter to;
-    to.u32(kMagic).bytes(boot_id).u64(pid_namespace).u64(pid).u64(uid);
-    return to.u64(cookie_address).bytes(cookie).take();
-  }
-  static Result<CmaAddress> parse(std::string_view blob) {
-    BlobReader from(blob, kMagic);
-    CmaAddress parsed;
-    parsed.boot_id = from.bytes(kMaxBootIdBytes);
-    from.fields(parsed.pid_namespace, parsed.pid, parsed.uid, parsed.cookie_address, parsed.cookie);
-    if (!from.done() || parsed.pid == 0 || parsed.pid > INT32_MAX) {
-      return Status::Unavailable("not a cma address", "let both ends run the same version of kvlink");
-    }
-    return parsed;
-  }
-};
+constexpr uint32_t kPartBytes = 128 << 10;  // at least, of what one of two threads copies at a time
+constexpr uint32_t kMostPieceBytes = 256 << 10;
+constexpr size_t kSharedBytes = 512 << 10;                 // from here on two threads copy
+constexpr size_t kMostParts = (4 << 20) / kPartBytes + 1;  // of a slice
 
 uint64_t inode_of(int fd) {
   struct stat found{};
@@ -76,59 +58,10 @@ std::optional<MemfdMapping> map_words(pid_t pid, uint64_t memfd, uint64_t inode,
   return mapping.ok() ? std::optional(std::move(*mapping)) : std::nullopt;
 }
 
-iovec piece(uint64_t address, size_t bytes) { return {reinterpret_cast<void*>(address), bytes}; }
-
-/// Another process's memory.
-class Process {
- public:
-  explicit Process(CmaAddress address)
-      : address_(std::move(address)), pid_(static_cast<pid_t>(address_.pid)) {
-    // Without pidfds (before Linux 5.3) the cookie shows that the owner is gone.
-    pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
-  }
-
-  int pidfd() const { return pidfd_.get(); }
-  void forget() { pidfd_.reset(); }
-
-  Status check() const {
-    pollfd exit{pidfd_.get(), POLLIN, 0};
-    if (::poll(&exit, 1, 0) > 0) return gone();
-    Cookie found;
-    const iovec local{found.data(), kCookieBytes}, remote = piece(address_.cookie_address, kCookieBytes);
-    const ssize_t got = ::process_vm_readv(pid_, &local, 1, &remote, 1, 0);
-    if (got < 0 && errno != EFAULT) return failed(errno);
-    if (got != kCookieBytes ||
-        !same_secret({found.data(), kCookieBytes}, {address_.cookie.data(), kCookieBytes}))
-      return replaced();
-    return {};
-  }
-
-  /// Returns the meaning of the kernel's refusal to copy.
-  Status failed(int error) const {
-    if (error == EFAULT)
-      return Status::AccessDenied(name() + " no longer has that memory, or this process does not");
-    if (error == ESRCH) return gone();
-    if (error == EPERM) return why_cma_refused(pid_, static_cast<uid_t>(address_.uid));
-    return Status::Unreachable("process_vm_readv from " + name() + ": " + std::strerror(error));
-  }
-
-  pid_t pid() const { return pid_; }
-
- private:
-  std::string name() const { return "process " + std::to_string(pid_); }
-  Status gone() const { return Status::Unreachable("the owner, " + name() + ", has ended"); }
-  Status replaced() const {
-    return Status::Unreachable("the owner has closed, or " + name() + " is another program by now");
-  }
-
-  CmaAddress address_;
-  pid_t pid_;
-  UniqueFd pidfd_;
-};
-
 class CmaEndpoint : public QueuedEndpoint {
  public:
-  explicit CmaEndpoint(Process owner) : owner_(std::move(owner)) {}
+  CmaEndpoint(Process owner, std::shared_ptr<CopyHelper> helper)
+      : owner_(std::move(owner)), helper_(std::move(helper)) {}
 
   std::string hello() const override { return BlobWriter().u32(kMagic).take(); }
 
@@ -163,12 +96,18 @@ class CmaEndpoint : public QueuedEndpoint {
   Status check_owner() override { return owner_.check(); }
 
   Status read_some(Read& read, Read* behind, size_t budget) override {
-    num_local_ = num_remote_ = 0;
+    num_local_ = num_remote_ = num_parts_ = 0;
     Read* slot = is_one_slot(read) ? &read : nullptr;
     CountingCursor to = read.at;
     if (!slot) {
       gather(read.chunk, to, budget);
       if (kCopiesInOrder && behind && to.moved == read.bytes && is_one_slot(*behind)) slot = behind;
+    }
+    const size_t num_bytes = to.moved - read.at.moved;
+    if (num_bytes >= kSharedBytes) {
+      if (Status status = copy_parts(read); !status.ok() || read.at.moved < to.moved) return status;
+      if (!slot) return {};
+      num_local_ = num_remote_ = 0;
     }
     if (slot) gather_slot(*slot);
     load_fence();
@@ -233,16 +172,55 @@ class CmaEndpoint : public QueuedEndpoint {
 
   void gather(const Chunk& chunk, CountingCursor& at, size_t budget) {
     walk(chunk, at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* to, uint32_t bytes) {
-      if (num_local_ == kMaxDataPieces) return false;
-      local_[num_local_++] = {to, bytes};
+      if (num_local_ + bytes / kMostPieceBytes >= kMaxDataPieces) return false;
       const uint64_t from = remote(op.region).address + op.offset + in_op;
-      if (num_remote_ > 0 && end_of(remote_[num_remote_ - 1]) == from) {
-        remote_[num_remote_ - 1].iov_len += bytes;
-      } else {
-        remote_[num_remote_++] = piece(from, bytes);
+      for (uint32_t cut, done = 0; done < bytes; done += cut) {
+        cut = std::min(bytes - done, kMostPieceBytes);
+        add_piece(to + done, from + done, cut);
       }
       return true;
     });
+  }
+
+  /// Parts begin with a piece of their own at both ends.
+  void add_piece(std::byte* to, uint64_t from, uint32_t bytes) {
+    const bool begins =
+        num_parts_ == 0 || (parts_[num_parts_ - 1].bytes >= kPartBytes && num_parts_ < kMostParts);
+    if (begins) parts_[num_parts_++] = {num_local_, num_remote_};
+    local_[num_local_++] = {to, bytes};
+    if (!begins && end_of(remote_[num_remote_ - 1]) == from) {
+      remote_[num_remote_ - 1].iov_len += bytes;
+    } else {
+      remote_[num_remote_++] = piece(from, bytes);
+    }
+    parts_[num_parts_ - 1].bytes += bytes;
+  }
+
+  /// Copies what gather() has listed by up to two threads, and counts what has come without a gap.
+  Status copy_parts(Read& read) {
+    helper_->run([](void* self, uint32_t part) { static_cast<CmaEndpoint*>(self)->copy_part(part); }, this,
+                 static_cast<uint32_t>(num_parts_));
+    size_t came = 0;
+    for (size_t i = 0; i < num_parts_; ++i) {
+      const Part& part = parts_[i];
+      if (part.got > 0) came += static_cast<size_t>(part.got);
+      if (part.got == static_cast<ssize_t>(part.bytes)) continue;
+      if (came == 0) return owner_.failed(part.got == 0 ? EFAULT : part.error);
+      break;
+    }
+    skip(read.chunk, read.at, came);
+    return {};
+  }
+
+  void copy_part(uint32_t number) {
+    Part& part = parts_[number];
+    const bool last = number + 1 == num_parts_;
+    const size_t local_end = last ? num_local_ : parts_[number + 1].first_local;
+    const size_t remote_end = last ? num_remote_ : parts_[number + 1].first_remote;
+    load_fence();
+    part.got = ::process_vm_readv(owner_.pid(), &local_[part.first_local], local_end - part.first_local,
+                                  &remote_[part.first_remote], remote_end - part.first_remote, 0);
+    part.error = part.got < 0 ? errno : 0;
   }
 
   ssize_t copy() const {
@@ -253,9 +231,18 @@ class CmaEndpoint : public QueuedEndpoint {
     return reinterpret_cast<uint64_t>(piece.iov_base) + piece.iov_len;
   }
 
+  struct Part {
+    size_t first_local = 0, first_remote = 0;
+    size_t bytes = 0;
+    ssize_t got = 0;
+    int error = 0;
+  };
+
   Process owner_;
+  const std::shared_ptr<CopyHelper> helper_;           // of the transport
   std::vector<std::optional<MemfdMapping>> mappings_;  // by region
-  size_t num_local_ = 0, num_remote_ = 0;
+  size_t num_local_ = 0, num_remote_ = 0, num_parts_ = 0;
+  std::array<Part, kMostParts> parts_;
   std::array<iovec, kMaxPieces> local_, remote_;
   std::array<std::byte, 2 * kMaxWordsBytes> slot_copies_;
 };
@@ -317,10 +304,11 @@ class CmaTransport : public Transport {
   bool fence(uint64_t) override { return false; }
   void close() override {
     for (char& byte : cookie_) *static_cast<volatile char*>(&byte) = 0;
+    helper_->stop();
   }
 
  private:
-  static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
+  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) const {
     Result<CmaAddress> parsed = CmaAddress::parse(owner_address);
     if (!parsed.ok()) return parsed.status();
     if (!is_this_boot(parsed->boot_id)) {
@@ -334,10 +322,11 @@ class CmaTransport : public Transport {
     }
     Process owner(std::move(*parsed));
     if (Status status = owner.check(); !status.ok()) return status;
-    return std::make_unique<CmaEndpoint>(std::move(owner));
+    return std::make_unique<CmaEndpoint>(std::move(owner), helper_);
   }
 
   const Capabilities capabilities_{};
+  const std::shared_ptr<CopyHelper> helper_ = std::make_shared<CopyHelper>();
   Cookie cookie_;
   std::string address_;
 };

@@ -109,5 +109,28 @@ TEST(Cma, DeniesMemoryThatIsNotThere) {
   ::munmap(hole, 1 << 20);
 }
 
+/// Two threads copy a large read in parts, and a hole is in the middle of it.
+TEST(Cma, EndsALargeReadAtTheFirstMemoryThatIsNotThere) {
+  constexpr size_t kBytes = 4 << 20, kHole = 1 << 20;
+  Owner owner("cma");
+  void* const memory = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto* const bytes = static_cast<std::byte*>(memory);
+  std::memset(memory, 7, kBytes);
+  ASSERT_EQ(::mprotect(bytes + kBytes / 2, kHole, PROT_NONE), 0);
+  auto region = owner.transport->register_memory({bytes, kBytes, -1, 0}, Access::kRead);
+  Reader reader("cma", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  auto index = reader.endpoint->import_region((*region)->remote_key());
+  ASSERT_TRUE(index.ok());
+  for (int round = 0; round < 20; ++round) {
+    EXPECT_EQ(reader.read_at(*index, 0, kBytes).code(), Code::kAccessDenied);
+    EXPECT_TRUE(std::all_of(reader.destination.begin(), reader.destination.begin() + kBytes / 2,
+                            [](std::byte byte) { return byte == std::byte{7}; }))
+        << "what is there has come";
+    EXPECT_TRUE(reader.read_at(*index, kBytes / 2 + kHole, kBytes / 2 - kHole).ok());
+  }
+  ::munmap(memory, kBytes);
+}
+
 }  // namespace
 }  // namespace kvlink::testing
