@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <vector>
 
 #include "device/cuda_device.h"
@@ -20,7 +19,6 @@ using cuda::Device;
 // Pieces of 256 bytes in a slot. A list that is too long for a launch's parameters is copied to the GPU,
 // which takes 1.4 us on an H200; another launch takes 2.5 us.
 constexpr uint32_t kMostPieces = SlotRing::kSlotBytes / 256;
-constexpr uint32_t kMostCuts = 16;
 // Longer lists in flight, of all queues. A queue that finds none free launches with what parameters hold.
 constexpr uint32_t kTables = 16;
 // Average piece size from which copy engines are as fast as the kernel, and leave the GPU's cores free.
@@ -127,7 +125,7 @@ class CudaQueue final : public CopyQueue {
   const Means& means_;
   const Streams streams_;
   size_t turn_ = 0;
-  std::deque<Listed> listed_;                            // until they have ended
+  std::vector<Listed> listed_;                           // until they have ended
   std::array<GatherPiece, GatherList::kFewPieces> few_;  // of the launch that is being filled
 };
 
@@ -177,14 +175,15 @@ Result<std::shared_ptr<DeviceCopier>> make_cuda_copier(const std::byte* memory,
                                                        uint32_t most_blocks) {
   Result<std::shared_ptr<const Device>> device = Device::of(memory);
   if (!device.ok()) return device.status();
+  const bool has_kernel = kernel != nullptr;
+  auto gather = std::make_shared<CudaGather>(*device, std::move(kernel), most_blocks);
   std::shared_ptr<CudaTables> tables;
-  if (kernel) {
-    // A piece larger than the kernel takes is cut, which adds at most one entry for each 64 KiB of a slot.
-    Result<std::shared_ptr<CudaTables>> made = CudaTables::make(*device, kTables, kMostPieces + kMostCuts);
+  if (has_kernel) {
+    const uint32_t most_cuts = SlotRing::kSlotBytes / gather->most_piece_bytes();  // of all pieces of a slot
+    Result<std::shared_ptr<CudaTables>> made = CudaTables::make(*device, kTables, kMostPieces + most_cuts);
     if (!made.ok()) return made.status();
     tables = std::move(*made);
   }
-  auto gather = std::make_shared<CudaGather>(*device, std::move(kernel), most_blocks);
   return std::make_shared<CudaCopier>(Means{std::move(*device), std::move(gather), std::move(tables)});
 }
 

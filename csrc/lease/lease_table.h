@@ -8,7 +8,7 @@
 // whose nonce stands in a slot stores to it. No clock is ever compared between hosts: the owner alone counts
 // the time to live.
 //
-// A soft lease pins nothing. Whoever is about to write one of its blocks revokes it first, so a nonce that is
+// A soft lease pins nothing. The owner revokes it before it writes one of its blocks, so a nonce that is
 // still there after the data means that the read came before the write. It has one seat for all its readers.
 #pragma once
 

@@ -61,8 +61,7 @@ async def test_running_requests_are_counted_until_they_end(place: Place) -> None
     leaving.hold = asyncio.Event()
     place.decode[1].hold = leaving.hold
     asking_both = [asyncio.create_task(place.post(BODY)) for _ in range(2)]
-    while len(leaving.asked) + len(place.decode[1].asked) < 2:
-        await asyncio.sleep(0)
+    await asyncio.gather(leaving.arrived.wait(), place.decode[1].arrived.wait())
     rows = await ask(place, "drain", leaving.url)
     assert [row["running"] for row in rows if row["role"] == "decode"] == [1, 1]
     leaving.hold.set()

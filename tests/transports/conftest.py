@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -122,6 +123,15 @@ def new_pair(peer: Peer) -> Iterator[Callable[..., Pair]]:
     yield make
     while opened:
         opened.pop().close()
+
+
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Loopback's owner and readers share an interpreter: none may keep it for milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(20e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,8 @@ later generation at all.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -28,15 +27,6 @@ READERS = 3
 BLOCKS_EACH = 4
 FIRST_PACE_US = 150.0
 GUARDED = ("loopback", "tcp")
-
-
-@pytest.fixture
-def quick_turns() -> Iterator[None]:
-    """Loopback's owner and readers share an interpreter: none may keep it for milliseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(20e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.usefixtures("quick_turns")

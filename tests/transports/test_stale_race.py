@@ -7,9 +7,8 @@ reports success must hold its ticket's generation and nothing else.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,15 +29,6 @@ OFFERS = 50
 BLOCKS_EACH = 4
 POOL = wide(num_blocks=OFFERS * BLOCKS_EACH)
 FIRST_PACE_US = 150.0
-
-
-@pytest.fixture
-def quick_turns() -> Iterator[None]:
-    """Loopback's owner and reader share an interpreter: neither may keep it for milliseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(20e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.usefixtures("quick_turns")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -14,17 +13,6 @@ from worker.soft_server import LAYOUT, TURN, Server
 
 from kvlink import BlockPool, Context, Geometry, Worker, dense
 from kvlink.errors import ConfigError
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def server(opened: ExitStack) -> Server:
-    return Server(opened, "loopback", lease_slots=4)
 
 
 @pytest.mark.parametrize(

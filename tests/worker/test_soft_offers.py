@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,17 +25,6 @@ TRANSPORTS = [
     for name, _, _, why_not, fix in _core.transports()
     if name not in ("cuda", "verbs")
 ]
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def server(opened: ExitStack) -> Server:
-    return Server(opened, "loopback", lease_slots=4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

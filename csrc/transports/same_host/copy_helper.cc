@@ -110,8 +110,11 @@ void CopyHelper::wait_for_helper() {
 void CopyHelper::learn(uint32_t num_parts, int64_t worked_ns, int64_t waited_ns) {
   const bool useful =
       num_helped_.load(std::memory_order_relaxed) * kUsefulShare >= num_parts && waited_ns < worked_ns;
-  num_to_skip_ = useful ? 0 : std::min(2 * num_to_skip_ + 1, kMostSkipped);
-  if (useful) return;
+  if (useful) {
+    num_to_skip_ = 0;
+    return;
+  }
+  num_to_skip_ = std::min(2 * num_to_skip_ + 1, kMostSkipped);
   if (const cpu_set_t others = other_cores(); CPU_COUNT(&others) > 0) {  // best effort
     ::pthread_setaffinity_np(thread_.native_handle(), sizeof others, &others);
   }

@@ -15,22 +15,19 @@ uint64_t lease_of(int who) { return static_cast<uint64_t>(who) + 1; }
 }  // namespace
 
 World::Snapshot World::save() const {
-  Snapshot snapshot{LeaseTableState::of(table_), {}, next_nonce_, now_, requests_, seats_, readers_, blocks_};
-  for (size_t slot = 0; slot < memory_.size(); ++slot)
-    snapshot.words.push_back(
-        {memory_[slot].nonce, memory_[slot].ready, words_[slot].settled, words_[slot].reader});
-  return snapshot;
+  return {LeaseTableState::of(table_),
+          save_words(memory_, words_),
+          next_nonce_,
+          now_,
+          requests_,
+          seats_,
+          readers_,
+          blocks_};
 }
 
 void World::restore(const Snapshot& snapshot) {
   snapshot.table.put_into(table_);
-  for (size_t index = 0; index < memory_.size(); ++index) {
-    const auto& [nonce, ready, settled, reader] = snapshot.words[index];
-    memory_[index].nonce = nonce;
-    memory_[index].ready = ready;
-    words_[index].settled = settled;
-    words_[index].reader = reader;
-  }
+  restore_words(snapshot.words, memory_, words_);
   next_nonce_ = snapshot.next_nonce;
   now_ = snapshot.now;
   requests_ = snapshot.requests;

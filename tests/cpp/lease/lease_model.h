@@ -151,7 +151,7 @@ class World {
 
 struct World::Snapshot {
   LeaseTableState table;
-  std::vector<std::array<uint64_t, 4>> words;
+  SharedWords words;
   uint64_t next_nonce;
   int64_t now;
   std::array<Request, kNumRequests> requests;

@@ -2,8 +2,10 @@
 // The state of a lease table as a value that models copy and compare.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,6 +24,26 @@ struct SoftLeasesState {
     key += static_cast<char>(-1);
   }
 };
+
+/// The words that a table shares with its readers, by slot.
+using SharedWords = std::vector<std::array<uint64_t, 4>>;
+
+inline SharedWords save_words(std::span<const LeaseSlot> slots, std::span<const PeerWords> peers) {
+  SharedWords words;
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    words.push_back({slots[slot].nonce, slots[slot].ready, peers[slot].settled, peers[slot].reader});
+  return words;
+}
+
+inline void restore_words(const SharedWords& words, std::span<LeaseSlot> slots, std::span<PeerWords> peers) {
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    const auto& [nonce, ready, settled, reader] = words[slot];
+    slots[slot].nonce = nonce;
+    slots[slot].ready = ready;
+    peers[slot].settled = settled;
+    peers[slot].reader = reader;
+  }
+}
 
 /// All of a table that decides what it does next, apart from the memory that it shares.
 struct LeaseTableState {

@@ -15,33 +15,23 @@ constexpr uint64_t kHardId = 7;
 }  // namespace
 
 World::Snapshot World::save() const {
-  Snapshot snapshot{LeaseTableState::of(table_),
-                    {},
-                    seen_,
-                    next_nonce_,
-                    now_,
-                    num_enforced_,
-                    num_granted_,
-                    hard_reported_,
-                    settled_,
-                    leases_,
-                    readers_,
-                    blocks_};
-  for (size_t slot = 0; slot < memory_.size(); ++slot)
-    snapshot.words.push_back(
-        {memory_[slot].nonce, memory_[slot].ready, words_[slot].settled, words_[slot].reader});
-  return snapshot;
+  return {LeaseTableState::of(table_),
+          save_words(memory_, words_),
+          seen_,
+          next_nonce_,
+          now_,
+          num_enforced_,
+          num_granted_,
+          hard_reported_,
+          settled_,
+          leases_,
+          readers_,
+          blocks_};
 }
 
 void World::restore(const Snapshot& snapshot) {
   snapshot.table.put_into(table_);
-  for (size_t slot = 0; slot < memory_.size(); ++slot) {
-    const auto& [nonce, ready, settled, reader] = snapshot.words[slot];
-    memory_[slot].nonce = nonce;
-    memory_[slot].ready = ready;
-    words_[slot].settled = settled;
-    words_[slot].reader = reader;
-  }
+  restore_words(snapshot.words, memory_, words_);
   seen_ = snapshot.seen;
   next_nonce_ = snapshot.next_nonce;
   now_ = snapshot.now;

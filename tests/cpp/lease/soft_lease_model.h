@@ -154,7 +154,7 @@ class World {
 
 struct World::Snapshot {
   LeaseTableState table;
-  std::vector<std::array<uint64_t, 4>> words;
+  SharedWords words;
   std::vector<uint64_t> seen;
   uint64_t next_nonce;
   int64_t now;
