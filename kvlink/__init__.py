@@ -18,6 +18,7 @@ Ticket, ReadyUnit             what a reader needs to pull one request
 LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
 Pull, PullStats, PathTaken    a running pull, its statistics and its path
 PreparedPull                  a pull of the same blocks again and again
+Termination                   SIGTERM, so that a program can drain
 KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
     from kvlink.worker.prepared import PreparedPull
+    from kvlink.worker.termination import Termination
 
 __all__ = [
     "AccessDenied",
@@ -86,6 +88,7 @@ __all__ = [
     "Regions",
     "StaleBlocks",
     "StaleReason",
+    "Termination",
     "Ticket",
     "TransferError",
     "TransferTimeout",
@@ -108,6 +111,7 @@ _HOMES = {
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),
     "worker.prepared": ("PreparedPull",),
+    "worker.termination": ("Termination",),
 }
 """Maps each module to the public names that it defines. Every other name of `__all__` is in `errors`."""
 

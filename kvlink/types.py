@@ -58,6 +58,8 @@ class WorkerCard:
     transports: tuple[TransportCard, ...]
     """The worker's transports, best first by its own ranking."""
     protocol_version: int = PROTOCOL_VERSION
+    draining: bool = False
+    """Whether the worker ends soon and should get no new requests. It still serves its readers."""
 
 
 class ReadyUnit(Enum):

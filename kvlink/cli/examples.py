@@ -32,7 +32,11 @@ EXAMPLES = {
         "kvlink doctor --gpudirect --json",
         "kvlink doctor --day-one --report host-7.md",
     ),
-    "drain": ("kvlink drain http://10.0.0.7:8000 --router 8080",),
+    "drain": (
+        "kvlink drain http://10.0.0.7:8000 --router 8080",
+        "kvlink drain prefill-0 --coordinator 10.0.0.5:7400",
+        "kvlink drain --process 1 --notice-s 5 --grace-s 60",
+    ),
     "router": ("kvlink router --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",),
 }
 

@@ -26,7 +26,7 @@ _SUMMARIES = {
     "kvlink.benchmarks.report.command:app": "Draw benchmark results on one page.",
     "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, or "
     "compare simulated with real pulls.",
-    "kvlink.cli.drain:app": "Take a server out of a router's turn, and wait until it has answered its requests.",
+    "kvlink.cli.drain:app": "Take a server out of a router's turn, or let workers drain, and wait until they may end.",
     "kvlink.cli.router:app": "Route requests between prefill and decode servers. "
     "This is a demo, not for production.",
 }

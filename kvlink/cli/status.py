@@ -12,6 +12,7 @@ from kvlink.cli.numbers import age_text, bytes_text
 from kvlink.cli.tables import print_json, show_rows
 from kvlink.config import WorkerConfig
 from kvlink.control.client import CoordinatorClient
+from kvlink.control.overview import WorkerView
 from kvlink.control.values import CoordinatorStatus
 from kvlink.coordinator.coordinator import DEFAULT_PORT
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
@@ -66,8 +67,7 @@ async def _ask(address: str, as_json: bool, limit: int) -> tuple[CoordinatorStat
 async def _first(client: CoordinatorClient, limit: int) -> list[Row]:
     """Returns the first workers of a large fleet, without their cards: listing ten thousand cards takes seconds."""
     return [
-        _shown(view.worker_id, view.epoch, view.agent, ",".join(view.transports), view.pool_bytes, stats)
-        | {"worker": stats["worker"]}
+        _shown(view, ",".join(view.transports), view.pool_bytes, stats) | {"worker": stats["worker"]}
         for view in (await client.overview()).workers[:limit]
         for stats in [worker_row(view)]
     ]
@@ -75,10 +75,17 @@ async def _first(client: CoordinatorClient, limit: int) -> list[Row]:
 
 def _sentence(address: str, status: CoordinatorStatus) -> str:
     return (
-        f"{address}: up {age_text(status.uptime_s)}, {status.workers} workers, {status.tickets} offers unclaimed, "
-        f"{status.waiting_claims} claims waiting; since the start {status.offered} offered, {status.claimed} claimed, "
-        f"{status.expired} expired, {status.lost_workers} workers lost"
+        f"{address}: up {age_text(status.uptime_s)}, {num_workers(status._asdict())}, "
+        f"{status.tickets} offers unclaimed, {status.waiting_claims} claims waiting; since the start "
+        f"{status.offered} offered, {status.claimed} claimed, {status.expired} expired, "
+        f"{status.lost_workers} workers lost"
     )
+
+
+def num_workers(counts: Mapping[str, Any]) -> str:
+    """Returns the number of workers in words, and how many of them drain."""
+    draining = f" ({counts['draining']} draining)" if counts["draining"] else ""
+    return f"{counts['workers']} workers{draining}"
 
 
 def _row(card: WorkerCard, stats: Mapping[str, Any], as_json: bool) -> Row:
@@ -91,28 +98,30 @@ def _row(card: WorkerCard, stats: Mapping[str, Any], as_json: bool) -> Row:
             "epoch": card.epoch,
             "agent": card.agent,
             "pid": card.host.pid,
+            "draining": card.draining,
             "pool_bytes": pool_bytes,
             "transports": transports,
             "refused": refused,
             "bytes_per_s": stats.get("bytes_per_s"),
             "leases": stats.get("leases") or None,
         }
-    shown = _shown(card.worker_id, card.epoch, card.agent, transports, pool_bytes, stats)
+    shown = _shown(card, transports, pool_bytes, stats)
     return shown | {"pid": str(card.host.pid), "refused": refused}
 
 
 def _shown(
-    worker_id: str, epoch: int, agent: str, transports: str, pool_bytes: int, stats: Mapping[str, Any]
+    worker: WorkerCard | WorkerView, transports: str, pool_bytes: int, stats: Mapping[str, Any]
 ) -> Row:
     leases = stats.get("leases") or {}
     rate = stats.get("bytes_per_s")
     return {
-        "worker": worker_id,
-        "agent": agent,
+        "worker": worker.worker_id,
+        "state": "draining" if worker.draining else "up",
+        "agent": worker.agent,
         "transports": transports,
         "leases": str(leases.get("active_leases", "")),
         "expired": str(leases.get("expired", "")),
         "receives": "" if rate is None else f"{bytes_text(rate)}/s",
-        "started": f"{age_text(time.time() - epoch / 1e9)} ago",  # the epoch is the worker's start time in ns
+        "started": f"{age_text(time.time() - worker.epoch / 1e9)} ago",  # the epoch is the worker's start time in ns
         "pool_bytes": pool_bytes,
     }

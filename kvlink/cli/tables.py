@@ -28,8 +28,8 @@ from kvlink.doctor import Check, Verdict
 
 # Columns by importance: what is measured, where, and the result. Other columns follow these.
 _FIRST = (
-    "worker", "name", "what", "transport", "model", "layout", "at", "block_bytes", "tokens", "blocks", "agent", "value",
-    "meaning", "source", "p50_us", "p99_us", "gib_per_s", "of_limit", "limit", "transports",
+    "worker", "state", "name", "what", "transport", "model", "layout", "at", "block_bytes", "tokens", "blocks", "agent",
+    "value", "meaning", "source", "p50_us", "p99_us", "gib_per_s", "of_limit", "limit", "transports",
     "leases", "expired", "receives", "verified", "started", "ns_per_descriptor", "order",
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.keys import q_pressed
 from kvlink.cli.numbers import age_text, bytes_text, seconds_text
-from kvlink.cli.status import address_of
+from kvlink.cli.status import address_of, num_workers
 from kvlink.cli.tables import make_console, print_json
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
@@ -83,7 +83,7 @@ def screen(shown: Row, address: str) -> RenderableType:
     counts = shown["coordinator"]
     received = sum(worker["bytes_per_s"] or 0 for worker in shown["workers"])
     head = (
-        f"[bold]kvlink[/] {escape(address)}  up {age_text(counts['uptime_s'])}   {counts['workers']} workers, "
+        f"[bold]kvlink[/] {escape(address)}  up {age_text(counts['uptime_s'])}   {num_workers(counts)}, "
         f"{counts['tickets']} tickets, {counts['waiting_claims']} claims waiting   "
         f"receiving [bold]{bytes_text(received)}/s[/]"
     )
@@ -136,12 +136,12 @@ def _workers(workers: Iterable[Row]) -> Table:
     for worker in workers:
         leases = worker["leases"]
         if leases is None:
-            table.add_row(escape(worker["worker"]), "[dim]no report here[/]")
+            table.add_row(escape(worker["worker"]), "[dim]no report here[/]" + _draining(worker))
             continue
         state = f"[yellow]silent {worker['age_s']:.0f} s[/]" if worker["stale"] else "[green]reporting[/]"
         table.add_row(
             escape(worker["worker"]),
-            state,
+            state + _draining(worker),
             f"{bytes_text(worker['bytes_per_s'])}/s",
             f"{leases['active_leases']:,}",
             seconds_text(leases["oldest_lease_s"]),
@@ -149,6 +149,10 @@ def _workers(workers: Iterable[Row]) -> Table:
             *(f"{leases[name]:,}" for name in ("settled", "expired", "fenced_readers")),
         )
     return table
+
+
+def _draining(worker: Row) -> str:
+    return ", [yellow]draining[/]" if worker["draining"] else ""
 
 
 def _errors(errors: Sequence[Row]) -> Table:

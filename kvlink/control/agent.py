@@ -14,7 +14,7 @@ from kvlink.control.refusal import Reason, Refused, named
 from kvlink.control.rpc.peer_address import caller_number
 from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import Security, agent_gate
-from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder
+from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder, WorkerEpoch
 from kvlink.errors import Cancelled
 from kvlink.types import WorkerCard
 
@@ -26,6 +26,8 @@ The keys are returned only where they differ from the card's. Runs on its own th
 KVLinkError."""
 OnSeat = Callable[[int, int], bool]
 """Maps (slot, settle nonce) to whether there is such a seat. Runs on the event loop and must not block."""
+OnDrain = Callable[[], int]
+"""Lets the worker drain, and returns how many offers are left. Runs on the event loop and must not block."""
 
 
 class WorkerAgent:
@@ -38,11 +40,13 @@ class WorkerAgent:
         renew: OnSeat,
         reflect: bool = False,
         security: Security | None = None,
+        drain: OnDrain = lambda: 0,
     ) -> None:
         """Under TLS, it answers only workers of its own tenant. Raises ConfigError if its certificate names none."""
         self._accept = accept
         self._settle = settle
         self._renew = renew
+        self._on_drain = drain
         self._card: WorkerCard | None = None
         self._connecting: Counter[int] = Counter()
         security = Security.from_env() if security is None else security
@@ -51,6 +55,7 @@ class WorkerAgent:
         self._server.unary(Calls.CONNECT, self._connect)
         self._server.unary(Calls.SETTLE_SEAT, self._settle_seat)
         self._server.unary(Calls.RENEW_SEATS, self._renew_seats)
+        self._server.unary(Calls.DRAIN, self._drain)
         self.address = ""
 
     def __repr__(self) -> str:
@@ -127,3 +132,7 @@ class WorkerAgent:
     async def _renew_seats(self, renewal: Renewal) -> list[int]:
         self._check_me(renewal.worker_id, renewal.epoch)
         return [slot for slot, nonce in renewal.seats if not self._renew(slot, nonce)]
+
+    async def _drain(self, worker: WorkerEpoch) -> int:
+        self._check_me(worker.worker_id, worker.epoch)
+        return self._on_drain()

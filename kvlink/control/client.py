@@ -274,6 +274,10 @@ class AgentClient(_Client):
         """Extends the leases of at most 1,024 seats. Returns the slots whose leases have ended."""
         return await self._channel.call(AgentCalls.RENEW_SEATS, renewal, self._timeout_s)
 
+    async def drain(self, worker: WorkerEpoch) -> int:
+        """Lets the worker show that it drains. Returns how many of its offers still pin blocks."""
+        return await self._channel.call(AgentCalls.DRAIN, worker, self._timeout_s)
+
 
 def _apply(known: dict[str, WorkerCard], change: WorkerChange) -> None:
     if change.what is Joined.UP:

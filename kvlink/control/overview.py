@@ -80,6 +80,7 @@ class WorkerView(NamedTuple):
     interval_s: float = 0.0
     tenant: str = ""
     """The tenant is empty without TLS, where tenants are not known."""
+    draining: bool = False
 
 
 class CallCount(NamedTuple):

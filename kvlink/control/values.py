@@ -210,7 +210,7 @@ class ConnectReply(NamedTuple):
 
 
 class CoordinatorStatus(NamedTuple):
-    """Counts since the start of the coordinator. `workers`, `tickets` and `waiting_claims` are current values."""
+    """Counts since the start. `workers`, `draining` (of these), `tickets` and `waiting_claims` are current values."""
 
     uptime_s: float = 0.0
     workers: int = 0
@@ -222,6 +222,7 @@ class CoordinatorStatus(NamedTuple):
     claimed: int = 0
     expired: int = 0
     settle_orders: int = 0
+    draining: int = 0
 
 
 class StoreHealth(NamedTuple):

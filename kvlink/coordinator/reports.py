@@ -50,7 +50,15 @@ class Reports:
     def _view(self, tenant: str, card: WorkerCard, num_links: int) -> WorkerView:
         transports = tuple(each.name for each in card.transports if not each.refused)
         pool_bytes = sum(card.region_bytes)
-        view = WorkerView(card.worker_id, card.epoch, card.agent, pool_bytes, transports, tenant=tenant)
+        view = WorkerView(
+            card.worker_id,
+            card.epoch,
+            card.agent,
+            pool_bytes,
+            transports,
+            tenant=tenant,
+            draining=card.draining,
+        )
         latest = self._latest.get((tenant, card.worker_id, card.epoch))
         if latest is None:
             return view

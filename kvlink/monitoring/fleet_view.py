@@ -37,6 +37,7 @@ def worker_row(view: WorkerView) -> Row:
         "agent": view.agent,
         "transports": list(view.transports),
         "pool_bytes": view.pool_bytes,
+        "draining": view.draining,
         "age_s": view.age_s if view.report else None,
         "stale": view.report is not None and view.age_s > STALE_S,
         "leases": _leases(view.report) if view.report else None,

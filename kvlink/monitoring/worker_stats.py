@@ -49,6 +49,7 @@ class WorkerStats:
     rejoins: int
     ports: tuple[Port, ...] = ()
     soft_leases: SoftLeaseCounts = field(default_factory=SoftLeaseCounts)
+    draining: bool = False
 
 
 class StatsSource(Protocol):

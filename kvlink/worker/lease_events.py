@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 
 from kvlink.timeouts import checked
@@ -11,8 +10,6 @@ from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.engine import Engine, LeaseCounts
 from kvlink.transfer.offers import Offers
 from kvlink.types import LeaseEvent
-
-_LOOK_EVERY_S = 0.01
 
 
 class LeaseEvents:
@@ -29,20 +26,6 @@ class LeaseEvents:
     def lease_counts(self) -> LeaseCounts:
         """Returns the counts of this worker's offers by outcome."""
         return self._engine.lease_counts()
-
-    def drain(self, grace_s: float) -> bool:
-        """Waits at most `grace_s` seconds until every offer that pins blocks has ended. Returns whether all have.
-
-        Call it before `close`, when the server has ended its requests and takes no more: `close` ends the offers that
-        are left, and their readers compute again. Offers can still be made and read meanwhile, and events be taken.
-        Soft offers do not count.
-        """
-        ends = time.monotonic() + checked(grace_s)
-        while self.lease_counts().active:
-            if time.monotonic() >= ends:
-                return False
-            time.sleep(_LOOK_EVERY_S)
-        return True
 
     def watch_events(self) -> AsyncIterator[LeaseEvent]:
         """Yields offers as they end, on the running event loop, until this worker is closed."""

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvlink import tracing
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
 from kvlink.control.overview import WorkerReport
 from kvlink.durations import Durations
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
 from kvlink.ticket import Ticket
 from kvlink.transfer.engine import Engine
@@ -24,6 +26,7 @@ from kvlink.worker.port_events import PortLog
 from kvlink.worker.reachability import advertised_host, loopback_problem
 
 _log = logging.getLogger("kvlink.worker")
+_TELL_S = 1.0
 
 OwnEngine = Callable[[], Engine]
 """Returns the engine that runs now."""
@@ -34,6 +37,7 @@ class WorkerMembership:
 
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
         self._config = config
+        self._engine = engine
         self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
         security = Security.of(config)
         at = config.coordinator
@@ -43,7 +47,10 @@ class WorkerMembership:
             settle=self._settle_own,
             renew=lambda slot, nonce: engine().core.renew(slot, nonce),
             security=security,
+            drain=self._asked_to_drain,
         )
+        self._card: WorkerCard | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._ports: PortLog | None = None
         self.directory = ControlDirectory(self._client, security)
@@ -101,15 +108,44 @@ class WorkerMembership:
                 self._client, card, self._settle_own, report=lambda: self.report()
             )
             card = self._session.card
+        self._card = card
         self._agent.publish(card)
         log_start(worker_id, card.agent, card.transports)
         self._leave_ports()
         self._ports = PortLog(engine, worker_id)
         return card
 
+    @property
+    def draining(self) -> bool:
+        """Whether this worker shows that it ends soon."""
+        return self._card is not None and self._card.draining
+
+    def begin_drain(self) -> None:
+        """Shows in the card, at the agent and the coordinator, that this worker ends soon. Idempotent."""
+        if self._card is None or self._card.draining:
+            return
+        self._card = replace(self._card, draining=True)
+        self._agent.publish(self._card)
+        if self._session is not None:
+            self._session.card = self._card  # a rejoin publishes it too
+            self._telling = asyncio.get_running_loop().create_task(self._tell(self._card))
+
+    def _asked_to_drain(self) -> int:
+        self.begin_drain()
+        return self._engine().lease_counts().active
+
+    async def _tell(self, card: WorkerCard) -> None:
+        assert self._client is not None
+        try:
+            await self._client.join(card, rejoin=True, timeout_s=_TELL_S)
+        except KVLinkError as error:
+            _log.warning("cannot tell the coordinator that worker=%s drains error=%s", card.worker_id, error)
+
     async def leave(self) -> None:
         """Leaves the session and closes agent, directory and client. Idempotent."""
         self._leave_ports()
+        if self._telling is not None:  # the coordinator would keep a worker that joins after it has left
+            await asyncio.gather(self._telling, return_exceptions=True)
         await self._leave_session()
         await self._agent.close()
         await self.directory.close()

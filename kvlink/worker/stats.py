@@ -44,6 +44,7 @@ def gather(
         rejoins=membership.num_rejoins,
         ports=tuple(engine.ports()),
         soft_leases=engine.soft_lease_counts(),
+        draining=membership.draining,
     )
 
 

@@ -67,7 +67,18 @@ REPORTS = st.builds(
 BEATS = st.builds(Beat, NAMES, U64, st.none() | REPORTS)
 TRANSPORTS = st.lists(SHORT, max_size=2).map(tuple)
 VIEWS = st.builds(
-    WorkerView, SHORT, U64, SHORT, U64, TRANSPORTS, REPORTS, SECONDS, st.none(), SECONDS, st.just("") | SHORT
+    WorkerView,
+    SHORT,
+    U64,
+    SHORT,
+    U64,
+    TRANSPORTS,
+    REPORTS,
+    SECONDS,
+    st.none(),
+    SECONDS,
+    st.just("") | SHORT,
+    st.booleans(),
 )
 OVERVIEWS = st.builds(
     Overview,
@@ -121,6 +132,7 @@ def cards(draw: st.DrawFn) -> WorkerCard:
         layouts=(layout,) * draw(st.integers(1, 3)),
         region_bytes=tuple(draw(st.lists(U64, max_size=4))),
         transports=tuple(draw(st.lists(transports, max_size=4))),
+        draining=draw(st.booleans()),
     )
 
 
@@ -161,7 +173,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
         ),
     ),
     (CoordinatorCalls.OVERVIEW.reply, OVERVIEWS),
-    (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6)),
+    (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6, U32)),
     (
         AgentCalls.CONNECT.request,
         st.builds(
@@ -185,6 +197,8 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     ),
     (AgentCalls.SETTLE_SEAT.request, SETTLES),
     (AgentCalls.SETTLE_SEAT.reply, st.booleans()),
+    (AgentCalls.DRAIN.request, WORKERS),
+    (AgentCalls.DRAIN.reply, U32),
     (
         AgentCalls.RENEW_SEATS.request,
         st.builds(Renewal, NAMES, U64, st.lists(st.tuples(U32, U64), max_size=8)),

@@ -10,6 +10,7 @@ import pytest
 from control.cards import make_card
 
 from kvlink.control import AgentClient, Renewal, SettleOrder, WorkerAgent
+from kvlink.control.values import WorkerEpoch
 from kvlink.errors import (
     AccessDenied,
     ConfigError,
@@ -29,7 +30,12 @@ def accept(transport: str, hellos: list[bytes], takes_keys: bool, caller: int) -
 
 @pytest.fixture
 async def agent() -> AsyncIterator[WorkerAgent]:
-    agent = WorkerAgent(accept, lambda slot, nonce: (slot, nonce) == (7, 70), lambda slot, nonce: slot == 7)
+    agent = WorkerAgent(
+        accept,
+        lambda slot, nonce: (slot, nonce) == (7, 70),
+        lambda slot, nonce: slot == 7,
+        drain=lambda: 3,
+    )
     await agent.start()
     agent.publish(make_card(epoch=4))
     yield agent
@@ -62,6 +68,12 @@ async def test_it_renews_seats(client: AgentClient) -> None:
     assert await client.renew(Renewal("prefill", 4, [])) == []
     with pytest.raises(ConfigError, match="number of seats"):
         await client.renew(Renewal("prefill", 4, [(7, 70)] * 1025))
+
+
+async def test_it_drains_for_those_who_mean_this_process(client: AgentClient) -> None:
+    assert await client.drain(WorkerEpoch("prefill", 4)) == 3
+    with pytest.raises(UnknownRequest, match="for epoch 3, and 4 is running"):
+        await client.drain(WorkerEpoch("prefill", 3))
 
 
 async def test_another_epoch_or_worker_is_refused_by_name(client: AgentClient, agent: WorkerAgent) -> None:

@@ -52,6 +52,19 @@ async def test_rows_of_a_large_fleet_look_as_those_of_a_small_one() -> None:
     assert set(whole[0]) - set(first[0]) == {"pid", "refused"}
 
 
+async def test_a_draining_worker_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = await serving(2)
+    await coordinator._store.join(replace(make_card(NAMES[1], process=2), draining=True), rejoin=True)
+    for limit in (0, 1_000):
+        _, rows = await _ask(coordinator.address, False, limit)
+        assert [row["state"] for row in rows] == ["up", "draining"]
+    _, rows = await _ask(coordinator.address, True, 0)
+    assert [row["draining"] for row in rows] == [False, True]
+    await asyncio.to_thread(show, coordinator.address, False, 1)
+    await coordinator.close()
+    assert "2 workers (1 draining), 0 offers" in capsys.readouterr().out
+
+
 def test_it_says_how_many_are_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

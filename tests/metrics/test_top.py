@@ -109,9 +109,10 @@ def test_the_screen_shows_what_is_down_silent_and_failing() -> None:
         ),
         WorkerView("quiet", 1, "a:1", 1, ("tcp",), report, 60.0),
         WorkerView("new", 1, "a:1", 1, ("tcp",)),
+        WorkerView("leaving", 1, "a:1", 1, ("tcp",), report, 1.0, draining=True),
     )
     console = Console(width=200, record=True, file=sys.stderr)
-    console.print(screen(plain(CoordinatorStatus(workers=3), Overview(views)), "here:1"))
+    console.print(screen(plain(CoordinatorStatus(workers=4, draining=1), Overview(views)), "here:1"))
     text = console.export_text()
     for words in (
         "[bold]x[/]",
@@ -120,6 +121,8 @@ def test_the_screen_shows_what_is_down_silent_and_failing() -> None:
         "4.2 ms",
         "silent 60 s",
         "no report here",
+        "reporting, draining",
+        "4 workers (1 draining)",
         "StaleBlocks",
     ):
         assert words in text, text

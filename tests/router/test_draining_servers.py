@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -99,18 +99,17 @@ def test_without_a_router_the_port_is_named() -> None:
 
 
 def test_waiting_ends_with_the_last_request_or_the_grace() -> None:
-    running: Iterator[int] = iter([3, 2, 0])
     now = [0.0]
 
     def slept(seconds: float) -> None:
         now[0] += seconds
 
-    def answered(command: str, server: str) -> list[Row]:
-        assert (command, server) == ("servers", "")
-        return [{"server": "http://a", "running": next(running)}, {"server": "http://b", "running": 9}]
+    def waited(counts: list[int], notice_s: float, grace_s: float) -> tuple[float, int]:
+        now[0], running = 0.0, iter(counts)
+        rows = wait(lambda: [{"running": next(running)}], notice_s, grace_s, lambda: now[0], slept)
+        return pytest.approx(now[0]), rows[0]["running"]
 
-    assert wait(answered, "http://a", 60.0, lambda: now[0], slept) == [{"server": "http://a", "running": 0}]
-    assert now == [0.4]
-    running = iter([5] * 100)
-    assert wait(answered, "http://a", 1.0, lambda: now[0], slept)[0]["running"] == 5
-    assert now[0] == pytest.approx(1.4)
+    assert waited([3, 2, 0], 0.0, 60.0) == (0.4, 0)
+    assert waited([5] * 100, 0.0, 1.0) == (1.0, 5)
+    assert waited([1, *[0] * 100], 5.0, 60.0) == (5.0, 0), "routers have not noticed yet"
+    assert waited([0] * 100, 5.0, 1.0) == (5.0, 0)

@@ -40,6 +40,7 @@ class AgentCalls:
     CONNECT = Method(SERVICE, "Connect", calls.CONNECT, calls.CONNECTED)
     SETTLE_SEAT = Method(SERVICE, "SettleSeat", calls.SETTLE_SEAT, calls.SEAT_SETTLED)
     RENEW_SEATS = Method(SERVICE, "RenewSeats", calls.RENEW_SEATS, calls.SEATS_ENDED)
+    DRAIN = Method(SERVICE, "Drain", calls.DRAIN, calls.LEASES_LEFT)
 
 
 class StoredRecords:

@@ -125,6 +125,10 @@ def _read_ended(message: agent.RenewSeatsReply) -> list[int]:
     return list(message.ended)
 
 
+def _read_left(message: agent.DrainReply) -> int:
+    return message.active_leases
+
+
 _LISTED = Repeated("cards", limits.MAX_LISTED)
 _HELLOS: Bounds = {4: Repeated("hellos", limits.MAX_HELLOS)}
 _REPLIES: Bounds = {
@@ -168,6 +172,10 @@ SEAT_SETTLED: Codec[bool] = codec(
     agent.SettleSeatReply,
     lambda settled: agent.SettleSeatReply(settled=settled),
     lambda message: message.settled,
+)
+DRAIN = codec(agent.DrainRequest, *by_name(WorkerEpoch, agent.DrainRequest, _check_worker))
+LEASES_LEFT: Codec[int] = codec(
+    agent.DrainReply, lambda leases: agent.DrainReply(active_leases=leases), _read_left
 )
 RENEW_SEATS = codec(agent.RenewSeatsRequest, _write_renewal, _read_renewal, _SEATS)
 SEATS_ENDED: Codec[list[int]] = codec(

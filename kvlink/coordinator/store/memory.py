@@ -150,6 +150,7 @@ class MemoryStore:
             claimed=self._offers.num_claimed,
             expired=self._offers.num_expired,
             settle_orders=self._num_settle_orders,
+            draining=sum(card.draining for card in self._members.cards()),
         )
 
     def health(self) -> StoreHealth:  # noqa: D102

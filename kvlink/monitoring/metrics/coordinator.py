@@ -27,6 +27,10 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
     gauges = {
         "uptime_seconds": ("Time since this coordinator started.", status.uptime_s),
         "workers": ("Workers that are joined.", status.workers),
+        "draining_workers": (
+            "Joined workers that drain: they end soon and want no new requests.",
+            status.draining,
+        ),
         "live_tickets": ("Tickets that are neither fully claimed nor expired.", status.tickets),
         "waiting_claims": ("Claims that wait for an offer.", status.waiting_claims),
     }

@@ -81,6 +81,8 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
         families.gauge(f"kvlink_{name}", meaning, value, worker)
     for name, (meaning, count) in counters.items():
         families.count(f"kvlink_{name}", meaning, count, worker)
+    drains = "1 if the worker drains: it ends soon and wants no new requests."
+    families.gauge("kvlink_draining", drains, stats.draining, worker)
     if stats.joined is not None:
         families.gauge("kvlink_joined", "1 if the coordinator knows this worker.", stats.joined, worker)
         families.count(

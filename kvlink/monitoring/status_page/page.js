@@ -167,7 +167,7 @@ function showCards(data) {
   wide.classList.add("wide"); wide.append(spark(history));
   by("cards").replaceChildren(
     card("Failing", [often(failing), "/s"], failed ? `at ${count(failed)} worker${failed > 1 ? "s" : ""}` : `${count(stale)} stale reads caught`, failing > 0),
-    card("Workers", [count(c.workers)], `${count(silent)} silent, ${count(c.lost_workers)} lost since the start`, silent > 0), wide,
+    card("Workers", [count(c.workers)], `${c.draining ? `${count(c.draining)} draining, ` : ""}${count(silent)} silent, ${count(c.lost_workers)} lost since the start`, silent > 0), wide,
     card("Leases", [count(sum(leases, "active_leases"))], `${count(sum(leases, "expired"))} expired, ${count(sum(leases, "fenced_readers"))} fenced`),
     card("Tickets", [count(c.tickets)], `${count(c.waiting_claims)} claims waiting`));
   document.title = `${failing > 0 || silent ? "⚠ " : ""}kvlink ${data.about.address}`;
@@ -192,6 +192,7 @@ function showErrors(data) {
 function stateOf(row) {
   if (row.failing) return [3e9 + row.failing, `failing ${often(row.failing)}/s`, "bad"];
   if (row.stale) return [2e9 + row.age_s, `silent for ${time(row.age_s)}`, "warn"];
+  if (row.draining) return [2, "draining", "warn"];
   if (row.age_s === null) return [1, "no report here", "soft"];
   return row.failed ? [1e9 + Math.min(row.failed, 9e8), "reporting", "good"] : [0, "reporting", "good"];
 }

@@ -34,7 +34,7 @@ async def with_coordinator(address: str) -> None:
         assert await beats.receive() is None
         await _look(client)
         await _handoff(client)
-        assert (await client.status())[1:] == (1, 0, 0, 1, 0, 2, 2, 0, 2)
+        assert (await client.status())[1:10] == (1, 0, 0, 1, 0, 2, 2, 0, 2)
         await client.leave("prefill", 1)
 
 

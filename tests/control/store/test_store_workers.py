@@ -6,10 +6,11 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 
-from control.cards import make_card
+from control.cards import make_card, make_offer
 from control.store.stages import LEASE_S, Stage, refused
 
 from kvlink.control.refusal import Reason
+from kvlink.control.values import Claim
 from kvlink.coordinator.store import Store
 from kvlink.types import Joined, WorkerChange
 
@@ -106,3 +107,18 @@ async def test_a_watch_starts_with_everyone_and_tells_every_change_in_order(stag
         [WorkerChange(Joined.DOWN, new)],
         [WorkerChange(Joined.DOWN, other)],
     ]
+
+
+async def test_a_worker_that_drains_publishes_that_and_keeps_its_offers(stage: Stage) -> None:
+    store, card = stage.store, make_card("a")
+    await store.join(card, rejoin=False)
+    await store.offer(make_offer("r", worker_id="a"))
+    assert (await store.status()).draining == 0
+    with closing(await store.watch()) as feed:
+        await anext(feed)
+        drains = replace(card, draining=True)
+        assert await store.join(drains, rejoin=True) == card.epoch
+        assert await anext(feed) == [WorkerChange(Joined.UP, drains)]
+    assert await store.workers() == [drains]
+    assert (await store.status()).draining == 1
+    assert await store.claim(Claim("r", 0.0, 0, 1)) == [make_offer("r", worker_id="a").ticket]

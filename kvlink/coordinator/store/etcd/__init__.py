@@ -149,6 +149,7 @@ class EtcdStore:
             claimed=self._claims.num_claimed,
             expired=self._mirror.num_expired,
             settle_orders=self._num_settle_orders,
+            draining=sum(member.card.draining for member in self._mirror.members.values()),
         )
 
     def health(self) -> StoreHealth:
