@@ -7,9 +7,7 @@ Start `kvlink coordinator`, set KVLINK_COORDINATOR=127.0.0.1:7400, and run `pyth
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,20 +15,23 @@ import kvlink
 
 LAYOUT = kvlink.dense(kvlink.Geometry(num_layers=8, total_heads=8, row_bytes=256, num_blocks=256))
 EVERY_S = 0.25
+GRACE_S = 3.0
 BLOCKS = list(range(16))
 HandOff = Callable[[kvlink.Worker, str], None]
 
 
 def main(worker_id: str) -> None:
-    """Offers or pulls one request after another until SIGTERM, and goes on after a failure."""
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    """Offers or pulls one request after another until SIGTERM, and goes on after a failure. Then it drains."""
     hand_off = offer if worker_id.startswith("prefill") else pull
     done = 0
-    with kvlink.Worker(kvlink.BlockPool.allocate(LAYOUT), worker_id) as worker:
+    with (
+        kvlink.Worker(kvlink.BlockPool.allocate(LAYOUT), worker_id) as worker,
+        kvlink.Termination() as ending,
+    ):
         print(f"{worker_id} has joined", flush=True)
-        while not stopped.wait(EVERY_S - time.time() % EVERY_S):
+        while not ending.wait(EVERY_S - time.time() % EVERY_S):
             done += went_well(hand_off, worker, f"traffic-{time.time() / EVERY_S:.0f}")
+        worker.drain(GRACE_S)  # what was offered can still be read
     print(f"{worker_id} ends after {done} requests")
 
 

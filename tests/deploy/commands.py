@@ -12,7 +12,7 @@ from typing import Any
 import typer.main
 import yaml
 
-from kvlink.cli import app
+from kvlink.cli import app, drain
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "integrations" / "deploy"
@@ -25,13 +25,16 @@ UNIT = DEPLOY / "systemd" / "kvlink-coordinator.service"
 DROP_IN = DEPLOY / "systemd" / "kvlink-worker.conf"
 DOCTOR = CHART / "files" / "doctor.sh"
 WORKER_POD = DEPLOY / "kubernetes" / "worker-pod.yaml"
-GUIDES = ("coordinator.md", "runbook.md", "monitoring.md", "security.md")
+GUIDES = ("coordinator.md", "drain.md", "runbook.md", "monitoring.md", "security.md")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """Parses `kvlink ARGUMENTS…` with kvlink's own parser. Raises click's UsageError."""
     command: Any = typer.main.get_command(app)
     rest = list(arguments)
+    if rest[0] == "drain":  # as an entry point, it parses its options itself
+        command = typer.main.get_command(drain.app)
+        del rest[0]
     while hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
     with command.make_context("kvlink", rest) as context:
@@ -64,6 +67,16 @@ def unit_command() -> list[str]:
     return shlex.split(line.replace("${STORE}", store.partition("=")[2]))[1:]
 
 
+def pod_drain() -> list[str]:
+    (server,) = yaml.safe_load(WORKER_POD.read_text())["spec"]["containers"]
+    return list(server["lifecycle"]["preStop"]["exec"]["command"])[1:]
+
+
+def unit_drain() -> list[str]:
+    (line,) = unit_settings(DROP_IN)["ExecStop"]
+    return shlex.split(line.replace("$MAINPID", "1"))[1:]
+
+
 def coordinators() -> dict[str, list[str]]:
     """By the file that they stand in, without the word kvlink."""
     return {
@@ -77,6 +90,8 @@ def others() -> dict[str, list[str]]:
     return {
         "the image's health check": image_command("HEALTHCHECK")[1:],
         "compose's certificates": compose()["services"]["certs"]["command"],
+        "a worker pod's preStop hook": pod_drain(),
+        "a worker unit's ExecStop": unit_drain(),
     }
 
 

@@ -43,7 +43,7 @@ def test_templates_use_the_values_that_there_are() -> None:
 
 
 def test_templates_name_options_of_kvlink() -> None:
-    taken = commands.parsed(["coordinator"]) | commands.parsed(["status"])
+    taken = commands.parsed(["coordinator"]) | commands.parsed(["status"]) | commands.parsed(["drain"])
     options = {f"--{name.replace('_', '-')}" for name in taken} | {"--json"}
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", TEMPLATES))
     assert {"--store", "--lease-s", "--coordinator"} < found <= options

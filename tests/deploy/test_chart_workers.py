@@ -17,6 +17,8 @@ import yaml
 from deploy import charts, commands
 from deploy.running import environment
 
+from kvlink import WorkerConfig
+
 POD: dict[str, Any] = yaml.safe_load(commands.WORKER_POD.read_text())
 (SERVER,) = POD["spec"]["containers"]
 COORDINATORS = next(one["value"] for one in SERVER["env"] if one["name"] == "KVLINK_COORDINATOR")
@@ -37,6 +39,31 @@ def test_the_pod_by_hand_has_the_templates_variables() -> None:
     template = (commands.CHART / "templates" / "_worker.tpl").read_text()
     named = re.findall(r"\{name: (KVLINK_\w+)", template)
     assert [one["name"] for one in SERVER["env"]] == [name for name in named if name != "KVLINK_INSECURE"]
+
+
+def test_a_pod_has_the_time_to_drain() -> None:
+    drain = yaml.safe_load((commands.CHART / "values.yaml").read_text())["worker"]["drain"]
+    asked = commands.parsed(commands.pod_drain())
+    assert (asked["process"], asked["notice_s"], asked["grace_s"]) == (
+        1,
+        drain["noticeSeconds"],
+        drain["graceSeconds"],
+    )
+    assert drain["noticeSeconds"] < drain["graceSeconds"]
+    assert drain["graceSeconds"] > WorkerConfig().lease_s, "an offer that nobody reads expires meanwhile"
+    together = drain["graceSeconds"] + drain["serverSeconds"]
+    assert POD["spec"]["terminationGracePeriodSeconds"] == together
+
+
+def test_the_values_decide_how_a_pod_drains(tmp_path: Path, serving: Path) -> None:
+    drain = {"noticeSeconds": 2, "graceSeconds": 90, "serverSeconds": 310}
+    rendered = charts.render(tmp_path, {"kvlink": {"worker": {"drain": drain} | DOCTOR["worker"]}}, serving)
+    spec = _pod(rendered["Deployment"])
+    (server,) = spec["containers"]
+    asked = commands.parsed(server["lifecycle"]["preStop"]["exec"]["command"][1:])
+    assert (asked["notice_s"], asked["grace_s"]) == (2, 90)
+    assert spec["terminationGracePeriodSeconds"] == 400
+    assert _pod(rendered["DaemonSet"])["terminationGracePeriodSeconds"] == 5
 
 
 @pytest.fixture

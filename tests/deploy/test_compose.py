@@ -41,6 +41,14 @@ def test_names_fit_together() -> None:
     assert all((commands.COMPOSE.parent / path).exists() for path in paths)
 
 
+def test_a_demo_worker_has_the_time_to_drain() -> None:
+    (grace_s,) = re.findall(
+        r"^GRACE_S = (\S+)$", (commands.EXAMPLES / "traffic.py").read_text(), re.MULTILINE
+    )
+    for name in ("prefill-0", "decode-0"):
+        assert float(grace_s) + 5.0 < float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+
+
 def test_etcd_has_these_options() -> None:
     need_etcd()
     output = subprocess.run(["etcd", "--help"], capture_output=True, text=True)

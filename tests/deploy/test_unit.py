@@ -11,6 +11,8 @@ import pytest
 from deploy import commands
 from deploy.running import PATHS
 
+from kvlink import WorkerConfig
+
 _MOST_EXPOSED = 15
 """Tenths, of systemd's 0 to 10; 1.2 for what a network service cannot do without."""
 
@@ -44,9 +46,19 @@ def test_systemd_takes_the_drop_in(tmp_path: Path) -> None:
     server.write_text("[Service]\nExecStart=/bin/true\n")
     into = tmp_path / "server.service.d"
     into.mkdir()
-    (into / "kvlink.conf").write_text(commands.DROP_IN.read_text())
+    (into / "kvlink.conf").write_text(
+        commands.DROP_IN.read_text().replace("/opt/vllm/bin/kvlink", "/bin/true")
+    )
     done = analyze("verify", str(server))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_server_has_the_time_to_drain() -> None:
+    asked = commands.parsed(commands.unit_drain())
+    assert (asked["process"], asked["what"]) == (1, "")
+    assert WorkerConfig().lease_s < asked["grace_s"]
+    (limit_s,) = commands.unit_settings(commands.DROP_IN)["TimeoutStopSec"]
+    assert asked["notice_s"] < asked["grace_s"] < int(limit_s)
 
 
 def test_the_credentials_are_the_files_that_kvlink_certs_makes() -> None:

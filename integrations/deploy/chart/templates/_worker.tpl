@@ -6,6 +6,7 @@ include "kvlink.worker" .Subcharts.kvlink | fromYaml
 {{- define "kvlink.worker" -}}
 pod:
   enableServiceLinks: false # a Service called kvlink would otherwise set KVLINK_PORT
+  terminationGracePeriodSeconds: {{ add .Values.worker.drain.graceSeconds .Values.worker.drain.serverSeconds }}
   {{- if .Values.worker.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
@@ -41,6 +42,15 @@ ports:
   - {name: kvlink-metrics, containerPort: {{ . }}}
   {{- end }}
   {{- if not (or .Values.worker.ports.agent .Values.worker.ports.data .Values.worker.ports.metrics) }} []{{ end }}
+lifecycle:
+  preStop:
+    exec:
+      command:
+        - kvlink
+        - drain
+        - --process=1
+        - --notice-s={{ .Values.worker.drain.noticeSeconds }}
+        - --grace-s={{ .Values.worker.drain.graceSeconds }}
 limits:
   {{- if and .Values.worker.rdma.resource (not .Values.worker.rdma.hostPath) }}
   {{ .Values.worker.rdma.resource }}: 1
