@@ -18,6 +18,15 @@ OPERATORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 """Not Kubernetes' own: their schemas are the Prometheus operator's."""
 
 
+class _Unique(yaml.SafeLoader):
+    """Refuses a key that stands twice, as Kubernetes does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"a key stands twice among {keys}"
+        return super().construct_mapping(node, deep)
+
+
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("helm") is None:
         pytest.skip("no helm on this machine: https://helm.sh/docs/intro/install")
@@ -30,7 +39,7 @@ def render(folder: Path, values: dict[str, Any], chart: Path = CHART) -> dict[st
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "kv", str(chart), "--namespace", "prod", "--values", str(file))
     assert done.returncode == 0, done.stderr
-    documents = [document for document in yaml.safe_load_all(done.stdout) if document]
+    documents = [document for document in yaml.load_all(done.stdout, _Unique) if document]
     for document in documents:
         check(document)
     by_kind = {document["kind"]: document for document in documents}
