@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
@@ -35,46 +31,18 @@ from .engine_config import (
     window_of,
 )
 from .handoff import RankInfo
-from .lease_slots import SlotGroups
+from .lease_slots import SharedSeats, SlotGroups
+from .messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
 from .other_connectors import check_others
 from .outgoing import Chunk
 from .scheduler import SchedulerSide
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
-from .step_commands import StepCommands
-from .stream_timing import LoadCost, slowest
-from .unsupported import check_supported
+from .turns import Turns
+from .unsupported import check_bidirectional, check_supported
 from .worker import WorkerSide
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-@dataclass
-class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The metadata of one step."""
-
-    commands: StepCommands
-
-
-@dataclass
-class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The handshake of one rank."""
-
-    rank_info: RankInfo
-
-
-@dataclass
-class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Ranks that restarted after sleep, workers that took leases of running requests, costs by prefill server."""
-
-    rank_infos: dict[int, RankInfo] = field(default_factory=dict)
-    holders: Counter[str] = field(default_factory=Counter)
-    costs: dict[str, LoadCost] = field(default_factory=dict)
-
-    def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
-        """Combines the metadata of several ranks."""
-        ranks, costs = self.rank_infos | other.rank_infos, slowest(self.costs, other.costs)
-        return KVLinkWorkerMetadata(ranks, self.holders + other.holders, costs)
 
 
 class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -87,6 +55,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
+        if self._settings.bidirectional:
+            check_bidirectional(vllm_config, kv_cache_config)
         self._engine_id = str(transfer.engine_id)
         self._rank = rank_of(vllm_config, role)
         self._scheduling: SchedulerSide | None = None
@@ -97,7 +67,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = SchedulerSide(
                 self._engine_id,
-                SlotGroups(self._settings.worker.lease_slots, self._settings.seats),
+                SlotGroups(self._settings.pinning_slots, self._settings.seats),
                 kv_cache_config.select_transfer_block_ids,
                 self._settings.worker.lease_s,
                 self._rank,
@@ -108,6 +78,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
+                turns=self._turns(),
             )
 
     # The following methods run in the worker's process.
@@ -143,6 +114,11 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> KVLinkHandshake | None:
         """Returns the handshake for the scheduler's side."""
         return None if self._worker is None else KVLinkHandshake(self._worker.rank_info)
+
+    def handle_preemptions(self, kv_connector_metadata: KVLinkMetadata) -> None:
+        """Ends offers of blocks that the step writes. vLLM calls it before anything else of the step."""
+        if self._worker is not None:
+            self._worker.before_writes(kv_connector_metadata.commands)
 
     def bind_connector_metadata(self, connector_metadata: KVLinkMetadata) -> None:
         """Carries out the commands before the step: pulls start now, not after the forward, where vLLM starts them."""
@@ -191,7 +167,11 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KVLinkStats | None:
         """Returns the statistics since the last step; in the scheduler's process, those of unused handoffs."""
         if self._scheduling is not None:
-            return KVLinkStats.of_scheduler(self._scheduling.take_counts(), self._scheduling.decisions.take())
+            return KVLinkStats.of_scheduler(
+                unused=self._scheduling.take_counts(),
+                decisions=self._scheduling.decisions.take(),
+                turns=self._scheduling.turns.take_counts(),
+            )
         data = self._worker.take_stats() if self._worker is not None else None
         return None if data is None else KVLinkStats(data=data)
 
@@ -206,6 +186,15 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ours = {rank: one.rank_info for rank, one in metadata.items() if isinstance(one, KVLinkHandshake)}
         self._store_ranks(ours)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Follows which cached blocks get new content, if their content is offered."""
+        if self._scheduler.turns.answers is not None:
+            self._scheduler.turns.answers.watch(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Returns whether a step must come without a request, to end the offers of a cache that was reset."""
+        return self._scheduler.turns.pending
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Returns all transferred groups, because a handoff restores every one."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
@@ -217,7 +206,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that the prefill server has and this server has not."""
-        return self._scheduler.incoming.num_matched(request, num_computed_tokens)
+        return self._scheduler.num_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plans the load, or the lease of a request that will be handed off."""
@@ -291,6 +280,12 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request_id: Chunk(select(blocks) if (blocks := more.get(request_id)) else (), num_tokens)
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
+
+    def _turns(self) -> Turns:
+        pinning, slots = self._settings.pinning_slots, self._settings.worker.lease_slots
+        if not self._settings.bidirectional:
+            return Turns()
+        return Turns(SharedSeats(pinning + 1, slots - pinning), self._settings.answer_s)
 
     def _store_ranks(self, rank_infos: dict[int, RankInfo]) -> None:
         self._rank_infos |= rank_infos

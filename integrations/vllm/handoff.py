@@ -20,7 +20,8 @@ from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
-from kvlink.ticket import MAX_BLOCKS, LeaseSeat, Ticket
+from kvlink.prefix_digests import PrefixDigests
+from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
 from kvlink.transfer.group_ids import joined
 from kvlink.types import ReadyUnit
@@ -74,6 +75,13 @@ class Handoff:
     ttl_s: float
     trace: TraceParent | None = None
     """The span of its offer."""
+    digests: PrefixDigests | None = None
+    """Those of an answer that decode offers to the next turn."""
+
+    @property
+    def soft(self) -> bool:
+        """Whether its lease pins nothing: it is an answer that decode offers to the next turn."""
+        return len(self.seats) == 1 and self.seats[0].settle_nonce == SHARED_SEAT
 
     def tickets(self, caches: Sequence[CacheGroup], *, written: bool = True) -> list[Ticket]:
         """Returns one ticket of each owner, for all blocks. `caches` are the reader's.
@@ -121,6 +129,7 @@ class Handoff:
             num_ranks=len(self.owners),
             ttl_s=self.ttl_s,
             trace=self.trace,
+            digests=self.digests,
         )
         keys = _keys()
         return keys.sign(ticket) if keys else ticket
@@ -136,6 +145,24 @@ class Handoff:
                 "prompt": self.prompt,
             }
         )
+
+    def to_answer(self, engine_id: str) -> dict[str, Any]:
+        """Returns what an answer carries to the router: KEY, and the fields of NixlConnector, which some routers read.
+
+        It says which server is to pull: decode what was prefilled, and prefill what was answered.
+        """
+        host, _, port = self.owners[0].agent.rpartition(":")
+        return {
+            "do_remote_prefill": not self.soft,
+            "do_remote_decode": self.soft,
+            "remote_engine_id": engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "tp_size": len(self.owners),
+            "remote_num_tokens": self.num_tokens,
+            KEY: self.to_params(),
+        }
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Handoff:
@@ -232,5 +259,5 @@ def _parse(given: Mapping[str, Any]) -> Handoff:
         raise ValueError("no owners, no tokens, or no digest")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
-        first.trace,
+        first.trace, first.digests,
     )  # fmt: skip

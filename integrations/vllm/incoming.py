@@ -215,7 +215,10 @@ class Incoming:
 
     def _take(self, request: Any, incoming: AwaitedRequest, handoff: Handoff, num_tokens: int) -> None:
         incoming.handoff, incoming.num_tokens = handoff, num_tokens
-        if has_embeddings(request) or self._digest(request, num_tokens) != handoff.prompt:
+        if handoff.soft:
+            self._counts["malformed"] += 1
+            incoming.refused = "the handoff is an answer's, which prefill pulls for the next turn"
+        elif has_embeddings(request) or self._digest(request, num_tokens) != handoff.prompt:
             self._counts["another_prompt"] += 1
             incoming.refused = (
                 "the handoff belongs to another prompt; the router may have mixed up two requests"

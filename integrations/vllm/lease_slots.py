@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 
-from kvlink.ticket import SMALLEST_NONCE, LeaseSeat
+from kvlink.ticket import SHARED_SEAT, SMALLEST_NONCE, LeaseSeat
 
 
 class SlotGroups:
@@ -29,6 +30,17 @@ class SlotGroups:
     def give_back(self, seats: tuple[LeaseSeat, ...]) -> None:
         """Frees the slots of leases that have ended on every worker."""
         self._free.append(seats[0].slot)
+
+
+class SharedSeats:
+    """Slots of soft leases, from slot `first` on, in turn: a new lease takes the slot of the oldest."""
+
+    def __init__(self, first: int, num_slots: int) -> None:
+        self._slots = itertools.cycle(range(first, first + num_slots))
+
+    def take(self) -> LeaseSeat:
+        """Returns the next seat, with a fresh nonce."""
+        return LeaseSeat(next(self._slots), _nonce(), SHARED_SEAT)
 
 
 def _nonce() -> int:

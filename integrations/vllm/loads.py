@@ -231,6 +231,8 @@ class Loads:
                 transports=sorted({path.transport for path in paths}),
             )
         )
+        if loading.load.handoff is not None and loading.load.handoff.soft:
+            self._stats.turns["loaded"] += 1
         self._predict(loading.load, paths)
         for path in paths:
             if (path.worker_id, path.transport) not in self._known:
@@ -255,13 +257,24 @@ class Loads:
             self._costs[load.handoff.owners[0].worker_id] = cost_of(shares)
 
     def _report(self, load: Load, error: KVLinkError) -> None:
-        self._stats.failures[_REASONS.get(type(error), type(error).__name__)] += 1
+        reason = _REASONS.get(type(error), type(error).__name__)
+        if (
+            load.handoff is not None and load.handoff.soft
+        ):  # ordinary: its owner may write the blocks at any time
+            self._stats.turns[_why(error) or reason] += 1
+            _log.info("request %s: its last turn's answer is computed again: %s", load.request_id, error)
+            return
+        self._stats.failures[reason] += 1
         _log.warning(
             "request %s (prefill request %s): its KV cache was not loaded, and not used: %s",
             load.request_id,
             load.handoff.request_id if load.handoff is not None else "unknown",
             error,
         )
+
+
+def _why(error: KVLinkError) -> str:
+    return error.why.name.lower() if isinstance(error, StaleBlocks) and error.why.value else ""
 
 
 def _error_of(pull: Pull) -> KVLinkError | None:

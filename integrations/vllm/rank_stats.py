@@ -33,6 +33,8 @@ class RankStats:
     transfers: list[Transfer] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """Loads that failed, by reason: stale, unreachable, or the name of the exception."""
+    turns: Counter[str] = field(default_factory=Counter)
+    """Answers of earlier turns that were pulled, or why not, see KVLinkStats."""
     expired: int = 0
     """Requests of this rank that no reader fetched within their lease."""
     early_bytes: int = 0
@@ -41,7 +43,7 @@ class RankStats:
 
     def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
         """Returns plain data for vLLM's statistics, or None if nothing happened."""
-        if not (self.transfers or self.failures or self.expired or leases or self._leases):
+        if not (self.transfers or self.failures or self.turns or self.expired or leases or self._leases):
             return None
         self._leases = leases  # a change to 0 is reported once
         data = {
@@ -50,10 +52,12 @@ class RankStats:
             "failures": dict(self.failures),
             "unused": {},
             "decisions": {},
+            "turns": dict(self.turns),
             "expired": self.expired,
             "early_bytes": self.early_bytes,
             "leases": leases,
             "oldest_lease_s": oldest_s,
         }
-        self.transfers, self.failures, self.expired, self.early_bytes = [], Counter(), 0, 0
+        self.transfers, self.failures, self.turns = [], Counter(), Counter()
+        self.expired, self.early_bytes = 0, 0
         return data

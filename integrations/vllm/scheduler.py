@@ -28,7 +28,8 @@ from .states import States
 from .step_commands import HandedOff, StepCommands
 from .stream_decisions import StreamDecisions
 from .traces import Traces
-from .windows import Windows, gap_in, needed_from
+from .turns import Turns
+from .windows import Windows, first_gap
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -45,7 +46,8 @@ class SchedulerSide:
     `slots` are the lease slots of every worker. `select` picks the transferred groups from vLLM's block ids. `own` is
     the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
     coordinator. Prompts of at least `streaming_from` tokens are handed off in parts. `grows` is that of Outgoing.
-    `windows` and `states` are those of the transferred groups. `streams_always` is that of Settings.
+    `windows` and `states` are those of the transferred groups. `streams_always` is that of Settings. `turns` are those
+    of its chats.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class SchedulerSide:
         windows: Windows = (),
         states: Sequence[States | None] = (),
         streams_always: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
@@ -84,6 +87,7 @@ class SchedulerSide:
             own, announcements, self._digest, self.counts, windows, self._stateful.any, self.decisions
         )
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions)
+        self.turns = turns or Turns()
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
@@ -92,9 +96,15 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Registers a request, before it is scheduled. From now on decode's lease at prefill is kept alive."""
         self.incoming.arrived(request)
+        self.turns.arrived(request)
         params = request.kv_transfer_params
         if self._may_send and params and params.get("do_remote_decode"):
             self._stateful.shorten(request)
+
+    def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
+        earlier = self.turns.num_matched(request, num_computed)
+        return (earlier, True) if earlier else self.incoming.num_matched(request, num_computed)
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
@@ -102,9 +112,11 @@ class SchedulerSide:
         if not params:
             return
         groups = self._select(blocks)
+        held = tuple(array("I", group) for group in self._stateful.holding(groups))
+        if self.turns.begins(request, held, num_external, self._commands):
+            return  # it is handed off once it is loaded, and vLLM calls this again
         if params.get("do_remote_decode") and self._may_send:
             self._grant(request, groups)
-        held = tuple(array("I", group) for group in self._stateful.holding(groups))
         self.incoming.allocated(request, held, num_external, self._commands)
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
@@ -136,10 +148,12 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         self.incoming.ended(request, self._commands)
         self._stateful.forget(request_id)
-        seats = self._seats.get(request_id)
+        seats, selected = self._seats.get(request_id), self._select(blocks)
         if seats is None:
-            return False, None
-        groups = self._stateful.holding(self._select(blocks))
+            return False, self.turns.ended(
+                request, selected, self._engine_id, self._ranks, self._commands, complete=complete
+            )
+        groups = self._stateful.holding(selected)
         if not complete or not any(groups):
             self._withdraw(request_id, seats, "aborted")
             return False, None
@@ -155,15 +169,7 @@ class SchedulerSide:
         announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self._engine_id,
-            "remote_request_id": request_id,
-            "remote_host": handoff.owners[0].agent.rpartition(":")[0],
-            "remote_port": int(handoff.owners[0].agent.rpartition(":")[2]),
-            "tp_size": len(handoff.owners),
-            "remote_num_tokens": handoff.num_tokens,
-            KEY: handoff.to_params(),
+            **handoff.to_answer(self._engine_id),
             **({ANNOUNCED: announced} if announced else self._outgoing.advice(request)),
         }
 
@@ -172,23 +178,18 @@ class SchedulerSide:
 
         vLLM reuses the blocks that a window has left behind. After more than one token, some are of the prompt.
         """
-        needed = needed_from(self._windows, request.num_prompt_tokens, num_tokens)
-        gaps = (
-            gap_in(blocks, size, first, num_tokens)
-            for blocks, size, first in zip(groups, self._ranks[0].block_tokens, needed, strict=False)
-            if size
-        )
-        gap = next((gap for gap in gaps if gap is not None), None)
+        prompt = request.num_prompt_tokens
+        gap = first_gap(self._windows, groups, self._ranks[0].block_tokens, prompt, num_tokens)
         if gap is None:
             return True
         self.counts["window_passed"] += 1
-        answered = request.num_computed_tokens + 1 - request.num_prompt_tokens
+        answered = request.num_computed_tokens + 1 - prompt
         _log.warning(
             "request %s is not handed off: the sliding window has left token %d of its %d prompt tokens behind, which "
             "decode needs%s",
             request.request_id,
             gap,
-            request.num_prompt_tokens,
+            prompt,
             f"; it answered {answered} tokens, so let the router ask prefill for max_tokens=1"
             * (answered > 1),
         )
@@ -210,6 +211,7 @@ class SchedulerSide:
     def take_commands(self, *, idle: bool = False) -> StepCommands:
         """Returns the commands for the workers in this step. `idle` says that it computes nothing."""
         self.incoming.forward_parts(self._commands)
+        self.turns.forward(self._ranks, self._commands)
         commands, self._commands = self._commands, StepCommands()
         commands.idle = idle
         return commands
@@ -220,6 +222,7 @@ class SchedulerSide:
         Returns False if there were some; their blocks become free once the workers have reported the end.
         """
         self._commands.retired += self._sent.all()
+        self.turns.reset()
         return not len(self._sent)
 
     def take_counts(self) -> dict[str, int]:

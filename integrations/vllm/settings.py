@@ -22,6 +22,8 @@ _SEATS = 8
 _STREAMING_FROM = 2048  # vLLM's smallest default chunk; in shorter prompts nothing overlaps
 
 _STREAMING = ("predicted", "always")
+_ANSWER_S = 600  # a client's next turn comes within minutes, or its tokens are no longer in the cache
+_OURS = ("seats", "streaming_from_tokens", "streaming", "bidirectional", "answer_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,17 @@ class Settings:
     streams_always: bool = False
     """Whether decode pulls each chunk as soon as it is computed, even if that is predicted not to pay."""
 
+    bidirectional: bool = False
+    """Whether the server offers its answers to the next turns, and pulls those of others."""
+    answer_s: int = _ANSWER_S
+    """The seconds after which such an offer expires."""
+
+    @property
+    def pinning_slots(self) -> int:
+        """The lease slots of offers that pin blocks. With `bidirectional`, the last eighth is for answers."""
+        slots = self.worker.lease_slots
+        return slots - max(slots // 8, 1) if self.bidirectional else slots
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
         """Reads `kv_connector_extra_config`: the connector's fields, and WorkerConfig's except security and logging.
@@ -45,13 +58,12 @@ class Settings:
         _check_security(extra)
         names = {setting.name for setting in CATALOGUE}.difference(_SECURITY, _LOGGING)
         ours = {name: value for name, value in extra.items() if name in names}
-        unknown = sorted(set(extra) - names - {"seats", "streaming_from_tokens", "streaming"})
+        unknown = sorted(set(extra) - names - set(_OURS))
         if unknown:
             _log.warning(
-                "kv_connector_extra_config: kvlink does not know %s; it takes seats, streaming, "
-                "streaming_from_tokens, %s",
+                "kv_connector_extra_config: kvlink does not know %s; it takes %s",
                 ", ".join(unknown),
-                ", ".join(sorted(names)),
+                ", ".join(sorted(names.union(_OURS))),
             )
         seats = _number(extra, "seats", _SEATS, 1, 255)
         streaming_from = _number(extra, "streaming_from_tokens", _STREAMING_FROM, 0, 2**31)
@@ -60,9 +72,15 @@ class Settings:
             raise ConfigError(
                 f"kv_connector_extra_config: streaming={streaming!r} must be one of {_STREAMING}"
             )
+        bidirectional = extra.get("bidirectional", False)
+        if type(bidirectional) is not bool:
+            raise ConfigError(
+                f"kv_connector_extra_config: bidirectional={bidirectional!r} must be true or false"
+            )
+        answer_s = _number(extra, "answer_s", _ANSWER_S, 1, 30 * 86400)
         try:
             worker = WorkerConfig.from_env(defaults=_DEFAULTS, **ours)
-            return cls(worker, seats, streaming_from, streaming == "always")
+            return cls(worker, seats, streaming_from, streaming == "always", bidirectional, answer_s)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
 

@@ -50,6 +50,11 @@ _COUNTERS = {
         "Requests that could stream, by when their pull began or why none of their prompt was announced.",
         "decision",
     ),
+    "turns": (
+        "vllm:kvlink_turns_total",
+        "Answers that decode offered to later turns, and what became of those that a later turn came with.",
+        "result",
+    ),
 }
 _TOTALS = {
     "expired": (
@@ -83,15 +88,12 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     @classmethod
-    def of_scheduler(cls, unused: Mapping[str, int], decisions: Mapping[str, int]) -> KVLinkStats | None:
-        """Returns the statistics of handoffs that were not used, by reason, and of decisions to stream.
-
-        Returns None if there were none.
-        """
-        if not unused and not decisions:
+    def of_scheduler(cls, **counts: Mapping[str, int]) -> KVLinkStats | None:
+        """Returns the statistics of the scheduler's side, by the names of `data`, or None if nothing was counted."""
+        if not any(counts.values()):
             return None
         stats = cls()
-        stats.data["unused"], stats.data["decisions"] = dict(unused), dict(decisions)
+        stats.data |= {name: dict(counted) for name, counted in counts.items()}
         return stats
 
     def reset(self) -> None:
@@ -139,6 +141,8 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             row["Unused handoffs"] = _listed(data["unused"])
         if data["decisions"]:
             row["Streaming"] = _listed(data["decisions"])
+        if data["turns"]:
+            row["Turns"] = _listed(data["turns"])
         row["Leases expired"] = data["expired"]
         return row
 

@@ -42,10 +42,27 @@ class HandedOff:
     """The lease's duration from now on."""
 
 
+@dataclass(frozen=True, slots=True)
+class SoftLease:
+    """Offers blocks that stay in this server's prefix cache."""
+
+    seat: LeaseSeat
+    blocks: array[int]
+    """Full blocks of the pool, from token 0 on."""
+    ttl_s: float
+
+
 @dataclass(slots=True)
 class StepCommands:
-    """The commands, in the order in which they are carried out: a slot that is withdrawn may be granted again."""
+    """The commands, in the order in which they are carried out: a slot that is withdrawn may be granted again.
 
+    The first two are carried out before anything else of the step, in this order: a block may be offered and given away
+    at once.
+    """
+
+    offered: list[SoftLease] = field(default_factory=list)
+    given_away: array[int] = field(default_factory=lambda: array("I"))
+    """Blocks of the pool that get new content in this step or later, and were offered."""
     withdrawn: list[str] = field(default_factory=list)
     """Requests whose leases end now; their blocks are free already."""
     granted: dict[str, tuple[LeaseSeat, ...]] = field(default_factory=dict)

@@ -35,6 +35,26 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     _check_groups(vllm_config, kv_cache_config)
 
 
+def check_bidirectional(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError if this server cannot offer its answers to later turns, or pull those of others."""
+    transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.transfer_groups
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if not vllm_config.cache_config.enable_prefix_caching:
+        why = "it offers blocks of the prefix cache; remove --no-enable-prefix-caching"
+    elif transfer.kv_role != "kv_both":
+        why = 'a server both offers and pulls; set "kv_role": "kv_both"'
+    elif transfer.kv_load_failure_policy != "recompute":
+        why = 'answers are evicted all the time; set "kv_load_failure_policy": "recompute"'
+    elif len(groups) != 1 or not all(isinstance(spec, FullAttentionSpec) for spec in specs):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        why = f"it serves models whose layers all read all tokens, and not {len(groups)} cache groups of {kinds}"
+    elif getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        why = "vLLM clears blocks of this model before the connector can end their offers"
+    else:
+        return
+    raise ConfigError(f"KVLinkConnector cannot be bidirectional here: {why}")
+
+
 def _check_parallelism(parallel: Any) -> None:
     """Raises ConfigError for parallelism that is not supported."""
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -58,3 +58,16 @@ def gap_in(blocks: array[int], block_tokens: int, first: int, end: int) -> int |
         if index >= len(blocks) or not blocks[index]:
             return max(index * block_tokens, first)
     return None
+
+
+def first_gap(
+    windows: Windows, groups: Sequence[array[int]], block_tokens: Sequence[int], prompt: int, num_tokens: int
+) -> int | None:
+    """Returns a token that decode reads after a handoff of `num_tokens` and that has no block, or None."""
+    needed = needed_from(windows, prompt, num_tokens)
+    gaps = (
+        gap_in(blocks, size, first, num_tokens)
+        for blocks, size, first in zip(groups, block_tokens, needed, strict=False)
+        if size
+    )
+    return next((gap for gap in gaps if gap is not None), None)

@@ -60,6 +60,8 @@ class WorkerSide:
             tuple(group.kernel_blocks for group in caches.groups),
         )
         self._loads = Loads(self._worker, caches, self._stats)
+        self._begun: StepCommands | None = None
+        self._num_layouts = sum(group.num_layouts for group in caches.groups)
         # Readers of one layout follow blocks, those of several follow tokens of the layouts.
         attention = [group for group in caches.groups if group.block_tokens]
         self._ready_step = (
@@ -77,11 +79,29 @@ class WorkerSide:
             ", ".join(transports),
         )
 
+    def before_writes(self, commands: StepCommands) -> None:
+        """Ends the soft leases of blocks that the step gives new content. Call it before anything writes one.
+
+        `carry_out` calls it too, and the second call for a step does nothing.
+        """
+        if commands is self._begun:
+            return
+        self._begun = commands
+        for lease in commands.offered:
+            blocks = lease.blocks if self._num_layouts == 1 else [lease.blocks] * self._num_layouts
+            try:
+                self._worker.grant_soft_at(lease.seat, blocks, ttl_s=lease.ttl_s)
+            except KVLinkError as error:  # its readers find it stale
+                _log.warning("answer not offered: %s", error)
+        if commands.given_away:
+            self._worker.revoke(commands.given_away)
+
     def carry_out(self, commands: StepCommands, launched: DeviceWork | None = None) -> None:
         """Carries out commands before the step. Takes microseconds; a new peer is connected in the background.
 
         `launched` are kernels that may still use the blocks that are pulled into.
         """
+        self.before_writes(commands)
         self._idle_wait_s = _IDLE_S if commands.idle else 0.0
         for request_id in commands.withdrawn:
             self._withdraw(request_id)

@@ -46,6 +46,13 @@ def test_streaming_is_predicted_unless_it_is_always() -> None:
     assert chosen == [False, False, True]
 
 
+def test_answers_have_lease_slots_of_their_own() -> None:
+    slots = [Settings.of({"lease_slots": 4096, **extra}) for extra in ({}, {"bidirectional": True})]
+    assert [settings.pinning_slots for settings in slots] == [4096, 3584]
+    assert [settings.bidirectional for settings in slots] == [False, True]
+    assert Settings.of({"bidirectional": True, "answer_s": 5}).answer_s == 5
+
+
 def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLINK_LEASE_SLOTS", "800")
     monkeypatch.setenv("KVLINK_INLINE_US", "4096")
@@ -68,6 +75,10 @@ def test_what_the_scheduler_needs_too_belongs_into_the_environment(name: str) ->
         {"streaming_from_tokens": -1},
         {"streaming_from_tokens": True},
         {"streaming": "never"},
+        {"bidirectional": "yes"},
+        {"bidirectional": 1},
+        {"answer_s": 0},
+        {"answer_s": 1.5},
         {"lease_s": -1},
         {"nics": "a b"},
     ],

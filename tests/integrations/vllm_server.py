@@ -15,15 +15,52 @@ from waiting import eventually
 from kvlink import WorkerConfig
 from kvlink.integrations.vllm.announcements import Announcements
 from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
-from kvlink.integrations.vllm.lease_slots import SlotGroups
+from kvlink.integrations.vllm.lease_slots import SharedSeats, SlotGroups
 from kvlink.integrations.vllm.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import SchedulerSide
+from kvlink.integrations.vllm.turns import Turns
 from kvlink.integrations.vllm.windows import Window
 from kvlink.integrations.vllm.worker import WorkerSide
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8
 NULLS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **NULLS}
+
+
+class Pool:
+    """Stands in for vLLM's BlockPool."""
+
+    def __init__(self) -> None:
+        self.blocks = [
+            SimpleNamespace(block_id=index, block_hash=None, is_null=index == 0)
+            for index in range(NUM_BLOCKS)
+        ]
+        self.free: list[int] = []
+        """Those that `get_new_blocks` gives away next."""
+
+    def cache(self, *block_ids: int) -> None:
+        for block_id in block_ids:
+            self.blocks[block_id].block_hash = b"cached"
+
+    def get_new_blocks(self, num_blocks: int) -> list[SimpleNamespace]:
+        given = [self.blocks[self.free.pop(0)] for _ in range(num_blocks)]
+        for block in given:
+            block.block_hash = None
+        return given
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for block_id in block_ids:
+            self.blocks[block_id].block_hash = None
+
+    def reset_prefix_cache(self) -> bool:
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def give_away(self, *block_ids: int) -> None:
+        """Gives these blocks to a request, as vLLM does when one needs blocks."""
+        self.free += block_ids
+        self.get_new_blocks(len(block_ids))
 
 
 @dataclass
@@ -43,6 +80,8 @@ class Server:
     coordinator: str = ""
     streaming_from: int = 0
     window: int = 0
+    answer_s: float = 0.0
+    """Above 0 the server is bidirectional, with the block pool `pool`."""
     launched: Any = None
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -59,7 +98,7 @@ class Server:
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
         self.scheduler = SchedulerSide(
             self.name,
-            SlotGroups(64, 4),
+            SlotGroups(48 if self.answer_s else 64, 4),
             lambda blocks: tuple(blocks),
             self.lease_s,
             Rank(0, self.tp_size, self.heads),
@@ -72,7 +111,11 @@ class Server:
             ]
             if self.window
             else [],
+            turns=Turns(SharedSeats(49, 16), self.answer_s) if self.answer_s else None,
         )
+        self.pool = Pool()
+        if self.scheduler.turns.answers is not None:
+            self.scheduler.turns.answers.watch(self.pool)
         self.start()
 
     def start(self) -> None:
@@ -211,10 +254,16 @@ class Server:
         self.scheduler.allocated(request, groups, count)
         return count
 
+    def answer(self, request: Any, answer: list[int], *groups: list[int]) -> dict[str, Any] | None:
+        """Computes a prompt and its answer here, and ends. All but the last token have been computed."""
+        request.all_token_ids = request.prompt_token_ids + answer
+        request.num_computed_tokens = len(request.all_token_ids) - 1
+        return self.end(request, *groups)
+
     def load(self, request: Any, *groups: list[int], computed: int = 0) -> tuple[int, bool]:
         """Arrives and is given blocks; `step_until` waits for what was asked for."""
-        self.scheduler.incoming.arrived(request)
-        count, in_background = self.scheduler.incoming.num_matched(request, computed)
+        self.scheduler.arrived(request)
+        count, in_background = self.scheduler.num_matched(request, computed)
         assert count is not None
         self.scheduler.allocated(request, groups, count)
         return count, in_background
@@ -224,6 +273,7 @@ def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -
     return SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=tokens,
+        all_token_ids=list(tokens),
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
         num_preemptions=0,

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combines both parts of chats with several turns, of which a server without the option `bidirectional` has neither."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .answers import Answers
+from .earlier_turns import EarlierTurns
+from .handoff import RankInfo
+from .lease_slots import SharedSeats
+from .outgoing import GroupIds
+from .step_commands import StepCommands
+
+
+class Turns:
+    """The turns of a server's chats. `seats` are those of `Answers`; None turns everything off."""
+
+    def __init__(self, seats: SharedSeats | None = None, ttl_s: float = 0.0) -> None:
+        self._counts: Counter[str] = Counter()
+        self.answers = Answers(seats, ttl_s, self._counts) if seats is not None else None
+        self.earlier = EarlierTurns(self._counts) if seats is not None else None
+
+    def arrived(self, request: Any) -> None:
+        """Registers a request before it is scheduled."""
+        if self.earlier is not None:
+            self.earlier.arrived(request)
+
+    def num_matched(self, request: Any, num_computed: int) -> int:
+        """Returns the number of tokens of earlier turns to pull beyond those computed."""
+        return self.earlier.num_matched(request, num_computed) if self.earlier is not None else 0
+
+    def begins(
+        self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
+    ) -> bool:
+        """Starts the load of earlier turns, for which blocks exist now. Returns whether there is one."""
+        return self.earlier is not None and self.earlier.begins(request, groups, num_external, commands)
+
+    def forward(self, ranks: Sequence[RankInfo], commands: StepCommands) -> None:
+        """Tells the workers which offered blocks get new content in the step that was scheduled."""
+        if self.answers is not None:
+            self.answers.forward(ranks, commands)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step must come without a request, to end the offers of a cache that was reset."""
+        return self.answers is not None and self.answers.pending
+
+    def reset(self) -> None:
+        """Ends all offers with the next step."""
+        if self.answers is not None:
+            self.answers.reset()
+
+    def ended(
+        self,
+        request: Any,
+        groups: GroupIds,
+        engine_id: str,
+        ranks: Sequence[RankInfo],
+        commands: StepCommands,
+        *,
+        complete: bool,
+    ) -> dict[str, Any] | None:
+        """Returns what the answer of a request carries that is not handed off; None without an offer."""
+        params = request.kv_transfer_params
+        if self.earlier is not None:
+            self.earlier.ended(request.request_id)
+        if self.answers is None or not complete or not params or params.get("do_remote_decode"):
+            return None
+        handoff = self.answers.offer(request, groups[0], ranks, commands)
+        return handoff.to_answer(engine_id) if handoff is not None else None
+
+    def take_counts(self) -> dict[str, int]:
+        """Returns and resets the counts, by result."""
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
