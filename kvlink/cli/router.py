@@ -42,6 +42,13 @@ def router(
             "computes. This needs vLLM servers with kvlink that share a coordinator. It is off by default.",
         ),
     ] = None,
+    bidirectional: Annotated[
+        bool,
+        typer.Option(
+            help="Send prefill the ticket of the chat's last answer with the next turn, so that it pulls that answer. "
+            "This needs vLLM servers with kvlink's option of that name. It is off by default."
+        ),
+    ] = False,
     as_json: ReadyJson = False,
 ) -> None:
     """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. This is a demo, not for
@@ -76,6 +83,7 @@ def router(
             port,
             recompute,
             streaming_from,
+            bidirectional,
             lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 Body: TypeAlias = dict[str, Any]
 
 HANDOFF = "kv_transfer_params"
+_ASK: Body = {"do_remote_decode": True, "do_remote_prefill": False}
 _ASK_FOR_A_HANDOFF: Body = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
+    **_ASK,
     "remote_engine_id": None,
     "remote_block_ids": None,
     "remote_host": None,
@@ -34,13 +34,14 @@ _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 
 
-def prefill_body(body: Body, stream: str = "", traceparent: str = "") -> Body:
+def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
     """Returns the request that computes the prompt and one token, and keeps the blocks for a handoff.
 
-    Decode computes the token again. `stream` is a name under which decode may follow while prefill computes.
+    Decode computes the token again. `stream` is a name under which decode may follow while prefill computes. `ticket`
+    is that of the chat's last answer, which prefill may pull from decode.
     """
     asked = _without(body, _ONLY_FOR_DECODE)
-    handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | _ours(stream, traceparent)}
+    handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | (ticket or {}) | _ASK | _ours(stream, traceparent)}
     one: Body
     if isinstance(sampling := body.get(_SAMPLING), dict):
         one = {_SAMPLING: _without(sampling, _ONLY_FOR_DECODE) | {"max_tokens": 1}}
@@ -67,6 +68,11 @@ def decode_body(body: Body, handoff: Body | None) -> Body:
     """Returns the client's request with the handoff, or without one if decode must compute the prompt itself."""
     asked = {key: value for key, value in body.items() if key != HANDOFF}
     return asked | {HANDOFF: handoff} if handoff else asked
+
+
+def asking_for_a_ticket(body: Body) -> Body:
+    """Returns decode's request with parameters, even if it has no handoff: only then the answer has a ticket."""
+    return {HANDOFF: {"do_remote_prefill": False, "do_remote_decode": False}} | body
 
 
 def handoff_of(answer: Any) -> Body | None:

@@ -9,6 +9,8 @@ from typing import Literal
 Event = Literal[
     "handed_off",
     "followed",
+    "tickets_kept",
+    "tickets_sent",
     "not_suited",
     "without_handoff",
     "without_prefill",
@@ -18,6 +20,8 @@ Event = Literal[
 _MEANINGS: dict[Event, str] = {
     "handed_off": "prefill answers with a handoff for decode",
     "followed": "requests that decode answered having followed their prefill while it ran",
+    "tickets_kept": "answers with a ticket that was kept for the chat's next turn",
+    "tickets_sent": "requests sent to prefill with the ticket of their chat's last answer",
     "not_suited": "requests that one handoff cannot serve; decode computed them alone",
     "without_handoff": "prefill answers without a handoff; decode computed the prompt again",
     "without_prefill": "requests that found no prefill server; decode computed them alone",

@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager
 from aiohttp import web
 
 from kvlink import tracing
+from kvlink.router import replies
 from kvlink.router.bodies import (
     Body,
+    asking_for_a_ticket,
     decode_body,
     handoff_of,
     num_tokens,
@@ -22,9 +24,10 @@ from kvlink.router.bodies import (
     prefill_body,
     streams_from,
 )
+from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
 from kvlink.router.following import Followed, following
-from kvlink.router.upstream import BROKEN, Answer, NotServed, Upstream
+from kvlink.router.upstream import Answer, NotServed, Upstream
 from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
@@ -43,7 +46,6 @@ _OURS = (
     "Host",
     "Transfer-Encoding",
 )
-_KEPT_OF_ANSWERS = ("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id")
 
 
 class Refused(Exception):
@@ -63,11 +65,16 @@ class Proxy:
 
     With `recompute`, decode computes prompts if no prefill server is up; otherwise the answer is 503. Prompts of at
     least `streaming_from` tokens are sent to decode while prefill still computes; None never does that. Prefill servers
-    may raise that number by their answers.
+    may raise that number by their answers. `chats` keep the tickets of decode's answers for prefill; None keeps none.
     """
 
     def __init__(
-        self, prefill: Upstream, decode: Upstream, recompute: bool = True, streaming_from: int | None = None
+        self,
+        prefill: Upstream,
+        decode: Upstream,
+        recompute: bool = True,
+        streaming_from: int | None = None,
+        chats: Chats | None = None,
     ) -> None:
         self.counts = Counts()
         self._prefill = prefill
@@ -75,6 +82,7 @@ class Proxy:
         self._recompute = recompute
         self._streaming_from = streaming_from
         self._advised_from = 0
+        self._chats = chats
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Handles /v1/completions, /v1/chat/completions, /inference/v1/generate, and the paths of DECODE_ALONE.
@@ -85,13 +93,13 @@ class Proxy:
             body = await request.json()
         except web.HTTPRequestEntityTooLarge:
             most_mib = request.client_max_size >> 20
-            return _error(
+            return replies.error(
                 413, f"the body exceeds {most_mib} MiB, the limit of this router; send a shorter prompt"
             )
         except ValueError as error:
-            return _error(400, f"the request body is not JSON: {error}")
+            return replies.error(400, f"the request body is not JSON: {error}")
         if not isinstance(body, dict):
-            return _error(400, "the request body is not a JSON object")
+            return replies.error(400, "the request body is not a JSON object")
         headers = request.headers.copy()
         for name in _OURS:
             headers.popall(name, None)
@@ -116,11 +124,11 @@ class Proxy:
         try:
             return await self._complete(request, body, headers)
         except Refused as refused:
-            return _whole(refused.answer)
+            return replies.whole(refused.answer)
         except (NotServed, NoPrefill) as nobody:
             self.counts["refused"] += 1
             _log.warning("refused request=%s error=%s", headers["X-Request-Id"], nobody)
-            return _error(503, str(nobody))
+            return replies.error(503, str(nobody))
 
     async def _complete(
         self, request: web.Request, body: Body, headers: Mapping[str, str]
@@ -137,19 +145,39 @@ class Proxy:
                     async with self._following(url, request.path, body, headers) as came:
                         if isinstance(came, Followed):
                             self.counts["followed"] += 1
-                            return await _passed_on(request, headers["X-Request-Id"], *came)
+                            return await self._passed_on(request, body, headers, *came)
                         handoff = came
                 elif not known:
                     handoff = await self._hand_off(request.path, body, headers)
                 known = True
-                answering = self._decode.stream(url, request.path, decode_body(body, handoff), headers)
+                asked = decode_body(body, handoff)
+                if self._chats is not None and not alone:
+                    asked = asking_for_a_ticket(asked)
+                answering = self._decode.stream(url, request.path, asked, headers)
                 async with answering as (answer, rest):
-                    return await _passed_on(request, headers["X-Request-Id"], answer, rest)
+                    return await self._passed_on(request, body, headers, answer, rest)
             except NotServed as error:
                 tried.append(url)
                 reason, known = str(error), alone or (known and error.untouched)
                 self.counts["decode_retried"] += 1
         raise NotServed(reason, untouched=True)
+
+    async def _passed_on(
+        self,
+        request: web.Request,
+        body: Body,
+        headers: Mapping[str, str],
+        answer: Answer,
+        rest: AsyncIterator[bytes],
+    ) -> web.StreamResponse:
+        chats = self._chats
+
+        def keep(ticket: Body) -> None:
+            assert chats is not None
+            self.counts["tickets_kept"] += chats.keep(body, headers, ticket)
+
+        kept = keep if chats is not None else None
+        return await replies.passed_on(request, headers["X-Request-Id"], answer, rest, kept)
 
     def _streams(self, body: Body) -> bool:
         return (
@@ -172,8 +200,10 @@ class Proxy:
         if not one_handoff_suffices(body):
             self.counts["not_suited"] += 1
             return None
+        ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
+        self.counts["tickets_sent"] += ticket is not None
         try:
-            asked = prefill_body(body, stream, headers.get(HEADER, ""))
+            asked = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
             answer = await self._prefill.ask_any("POST", path, asked, headers)
         except NotServed as error:
             if not self._recompute:
@@ -198,9 +228,9 @@ class Proxy:
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Returns /v1/models of a decode server."""
         try:
-            return _whole(await self._decode.ask_any("GET", request.path))
+            return replies.whole(await self._decode.ask_any("GET", request.path))
         except NotServed as error:
-            return _error(503, str(error))
+            return replies.error(503, str(error))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """Returns 200 if a request could be served now, else 503, and the servers that are up."""
@@ -215,36 +245,3 @@ class Proxy:
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """Returns the counts for Prometheus."""
         return web.Response(text=self.counts.prometheus())
-
-
-async def _passed_on(
-    request: web.Request, request_id: str, answer: Answer, rest: AsyncIterator[bytes]
-) -> web.StreamResponse:
-    """Streams an answer to the client. If it breaks off, the connection is aborted, so it does not look complete."""
-    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
-    await response.prepare(request)
-    try:
-        await response.write(answer.begin)
-        async for piece in rest:
-            await response.write(piece)
-        await response.write_eof()
-    except BROKEN as error:
-        _log.warning("an answer broke off request=%s error=%r", request_id, error)
-        if request.transport is not None:
-            request.transport.abort()
-    return response
-
-
-def _whole(answer: Answer) -> web.Response:
-    return web.Response(status=answer.status, body=answer.begin, headers=_kept(answer))
-
-
-def _kept(answer: Answer) -> dict[str, str]:
-    return {name: answer.headers[name] for name in _KEPT_OF_ANSWERS if name in answer.headers}
-
-
-def _error(status: int, message: str) -> web.Response:
-    """Returns an error in the format of OpenAI's API."""
-    return web.json_response(
-        {"error": {"message": message, "type": "router_error", "code": status}}, status=status
-    )

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from aiohttp import ClientSession, TCPConnector, web
 
 from kvlink.errors import KVLinkError
+from kvlink.router.chats import Chats
 from kvlink.router.choice import Ring
 from kvlink.router.control_socket import listen
 from kvlink.router.proxy import DECODE_ALONE, Proxy
@@ -31,13 +32,15 @@ async def serve(
     port: int,
     recompute: bool,
     streaming_from: int | None,
+    bidirectional: bool,
     on_ready: Callable[[str], None],
 ) -> None:
     """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError if it cannot listen."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with routing(prefill, decode, host, port, recompute, streaming_from, control=True) as address:
+    routed = routing(prefill, decode, host, port, recompute, streaming_from, bidirectional, control=True)
+    async with routed as address:
         _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
         await stop.wait()
@@ -51,19 +54,20 @@ async def routing(
     port: int = 0,
     recompute: bool = True,
     streaming_from: int | None = None,
+    bidirectional: bool = False,
     control: bool = False,
 ) -> AsyncIterator[str]:
     """Routes between servers, given by their base URLs, and yields its own URL.
 
-    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn. The other
-    parameters are those of Proxy.
+    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn. With
+    `bidirectional`, prefill gets the ticket of the chat's last answer. The other parameters are those of Proxy.
     """
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
     # looks like a server that died with it.
     async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
         sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
         runner = web.AppRunner(
-            _application(Proxy(*sides, recompute, streaming_from)),
+            _application(Proxy(*sides, recompute, streaming_from, Chats() if bidirectional else None)),
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             shutdown_timeout=_END_S,

@@ -25,6 +25,8 @@ class FakeEngine:
         self.headers: list[Mapping[str, str]] = []
         self.status = 200
         self.handoff: dict[str, Any] | None = HANDOFF
+        self.ticket: dict[str, Any] | None = None
+        """That of its answers as decode, if it is asked with parameters for the cache."""
         self.die = ""
         self.hang = False
         self.follows = True
@@ -90,6 +92,8 @@ class FakeEngine:
                 name = params.get("kvlink_stream")
                 output = {"kvlink_announced": name} if name and self.follows else {}
                 answer["kv_transfer_params"] = self.handoff and self.handoff | output
+            elif params and self.ticket:
+                answer["kv_transfer_params"] = self.ticket
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies to clients: with a server's answer, piece by piece, or with an error of the router's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from kvlink.router.bodies import HANDOFF, Body, handoff_of
+from kvlink.router.upstream import BROKEN, Answer
+
+_log = logging.getLogger("kvlink.router")
+
+_KEPT_OF_ANSWERS = ("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id")
+
+Keep = Callable[[Body], None]
+"""Keeps the ticket of an answer."""
+
+
+async def passed_on(
+    request: web.Request,
+    request_id: str,
+    answer: Answer,
+    rest: AsyncIterator[bytes],
+    keep: Keep | None = None,
+) -> web.StreamResponse:
+    """Streams an answer to the client. If it breaks off, the connection is aborted, so it does not look complete.
+
+    With `keep`, the ticket in a JSON answer goes there and not to the client.
+    """
+    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
+    await response.prepare(request)
+    is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+    try:
+        if keep is not None and is_json:
+            whole = answer.begin + b"".join([piece async for piece in rest])
+            await response.write(_without_ticket(whole, keep))
+        else:
+            await response.write(answer.begin)
+            async for piece in rest:
+                await response.write(piece)
+        await response.write_eof()
+    except BROKEN as error:
+        _log.warning("an answer broke off request=%s error=%r", request_id, error)
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def whole(answer: Answer) -> web.Response:
+    """Returns an answer that was read completely."""
+    return web.Response(status=answer.status, body=answer.begin, headers=_kept(answer))
+
+
+def error(status: int, message: str) -> web.Response:
+    """Returns an error in the format of OpenAI's API."""
+    return web.json_response(
+        {"error": {"message": message, "type": "router_error", "code": status}}, status=status
+    )
+
+
+def _without_ticket(whole: bytes, keep: Keep) -> bytes:
+    try:
+        answer = json.loads(whole)
+    except ValueError:
+        return whole
+    ticket = handoff_of(answer)
+    if ticket is None:
+        return whole
+    keep(ticket)
+    del answer[HANDOFF]
+    return json.dumps(answer, ensure_ascii=False).encode()
+
+
+def _kept(answer: Answer) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _KEPT_OF_ANSWERS if name in answer.headers}
