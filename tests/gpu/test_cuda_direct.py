@@ -90,13 +90,15 @@ def test_every_byte_arrives(
     image: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import torch
+
     if image == "no kernel":
         monkeypatch.setattr(engine, "kernel_for", lambda gpu: None)
     pool_owner, wanted, pool = start_owner(kind, 5, **env), filled(5), cuda_pool(6)
     with Worker(pool, "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         for count in range(3):  # cold, then warm
             pool.torch().fill_(count)
-            pull = reader.pull(pool_owner.offer(f"r{count}"), ALL)
+            pull = reader.pull(pool_owner.offer(f"r{count}"), ALL, after=torch.cuda.current_stream())
             pull.wait(60)
             assert equal(pool, wanted)
         (path,) = pull.explain()

@@ -48,12 +48,14 @@ def distant(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def _shared_peers() -> Iterator[dict[bool, Peer]]:
-    """By whether they are this process. Both have opened by now what gRPC, numpy and asyncio open once and keep."""
+    """By whether they are this process. Both have opened by now what libraries, CUDA among them, open once and keep."""
     peers: dict[bool, Peer] = {True: LocalPeer(), False: PeerProcess()}
     for peer in peers.values():
         for _ in range(2):
             owner = RemoteWorker(peer, "warm-up", PoolSpec())
+            owner.do("fill", seed=0)
             with Worker(PoolSpec().make(), "warm-up-reader") as reader:
+                reader.pool.numpy()[0] = 1
                 reader.pull(owner.offer([0]), [0]).wait()
             owner.close()
     yield peers

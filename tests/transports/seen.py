@@ -24,10 +24,17 @@ class _Copy:
         self._host.copy_(self._device)
 
     def send(self, before: np.ndarray[Any, Any]) -> None:
-        changed = np.flatnonzero(before != self.bytes)
-        for page in np.unique(changed // _PAGE_BYTES).tolist():
-            part = slice(page * _PAGE_BYTES, (page + 1) * _PAGE_BYTES)
+        for start, end in _runs(before != self.bytes):
+            part = slice(start * _PAGE_BYTES, end * _PAGE_BYTES)
             self._device[part].copy_(self._host[part])
+
+
+def _runs(changed: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+    """Neighbouring pages with a changed byte, as (first, one past the last): one copy each."""
+    starts = np.arange(0, changed.size, _PAGE_BYTES)
+    pages = np.concatenate([[False], np.logical_or.reduceat(changed, starts), [False]])
+    edges = np.flatnonzero(pages[1:] != pages[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class _Seen(np.ndarray[Any, Any]):
