@@ -6,6 +6,7 @@ It runs in the scheduler's process, on kvlink's control thread. The scheduler it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -106,6 +107,10 @@ class Announcements:
         following._job = self._control.submit(self._follow(following))
         return following
 
+    def take(self, name: str, wait_s: float) -> Future[bytes]:
+        """Claims the only part of `name` in the background. Waits `wait_s` seconds for it."""
+        return self._control.submit(asyncio.wait_for(self._take(name, wait_s), wait_s + _CLOSE_S))
+
     def close(self) -> None:
         """Closes the connection to the coordinator. Idempotent."""
         with contextlib.suppress(KVLinkError):
@@ -134,6 +139,10 @@ class Announcements:
         finally:
             if goes_on and not following.why_ended:
                 following.why_ended = "its follower has stopped"
+
+    async def _take(self, name: str, wait_s: float) -> bytes:
+        [blob] = await self._coordinator_client().claim(_numbered(name, 0), wait_s)
+        return blob
 
     async def _claim(self, name: str, number: int) -> bytes:
         deadline = time.monotonic() + (self._gap_s if number else _FIRST_S)

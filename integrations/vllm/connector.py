@@ -65,6 +65,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rank_infos: dict[int, RankInfo] = {}
         self._woken: dict[int, RankInfo] = {}
         if role is KVConnectorRole.SCHEDULER:
+            announcements = Announcements.of(self._settings.worker)
             self._scheduling = SchedulerSide(
                 self._engine_id,
                 SlotGroups(self._settings.pinning_slots, self._settings.seats),
@@ -72,13 +73,13 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._settings.worker.lease_s,
                 self._rank,
                 may_send=transfer.is_kv_producer,
-                announcements=Announcements.of(self._settings.worker),
+                announcements=announcements,
                 streaming_from=streams_from(self._settings, vllm_config.scheduler_config),
                 streams_always=self._settings.streams_always,
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
-                turns=self._turns(),
+                turns=self._turns(announcements),
             )
 
     # The following methods run in the worker's process.
@@ -281,11 +282,12 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
 
-    def _turns(self) -> Turns:
+    def _turns(self, announcements: Announcements | None) -> Turns:
         pinning, slots = self._settings.pinning_slots, self._settings.worker.lease_slots
         if not self._settings.bidirectional:
             return Turns()
-        return Turns(SharedSeats(pinning + 1, slots - pinning), self._settings.answer_s)
+        seats = SharedSeats(pinning + 1, slots - pinning)
+        return Turns(seats, self._settings.answer_s, announcements)
 
     def _store_ranks(self, rank_infos: dict[int, RankInfo]) -> None:
         self._rank_infos |= rank_infos

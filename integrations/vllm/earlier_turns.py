@@ -4,21 +4,38 @@
 The router sends prefill what decode's answer to the last turn carried. Prefill compares the digests of prefixes, and
 pulls what both have in common and its own cache has not. If a block got other content meanwhile, the load fails, and
 the prompt is computed as without a ticket.
+
+A streamed answer carries no ticket. Decode then offers it at the coordinator, under a name that the router chose.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from array import array
 from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvlink.errors import ConfigError
 
+from .announcements import Announcements
 from .handoff import KEY, Handoff
 from .prefixes import prefix_digests
 from .prompt_inputs import has_embeddings
 from .step_commands import Load, StepCommands
+
+_log = logging.getLogger("vllm.kvlink")
+
+ANSWER_AS = "kvlink_answer_as"
+"""In `kv_transfer_params` of decode, the name under which it offers its answer at the coordinator."""
+ANSWER_OF = "kvlink_answer_of"
+"""In those of prefill, the name of the last turn's answer."""
+_MAX_NAME = 256
+_ASK_S = 0.1
+"""The wait for an answer whose end the client knows earlier than the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +46,29 @@ class _Turn:
 
 
 class EarlierTurns:
-    """The requests that came with a ticket of their last turn, until they are loaded. `counts` counts by result."""
+    """The requests that came with a ticket of their last turn, until they are loaded. `counts` counts by result.
 
-    def __init__(self, counts: Counter[str]) -> None:
+    Without `announcements` there is no coordinator.
+    """
+
+    def __init__(self, counts: Counter[str], announcements: Announcements | None = None) -> None:
         self._counts = counts
+        self._announcements = announcements
         self._turns: dict[str, _Turn] = {}
+        self._asked: dict[str, Future[bytes]] = {}
 
     def arrived(self, request: Any) -> None:
         """Registers a request before it is scheduled."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or not params.get(KEY) or has_embeddings(request):
+        if not params or not params.get("do_remote_decode") or has_embeddings(request):
             return
+        name = params.get(ANSWER_OF)
+        if params.get(KEY):
+            self._take(request, params)
+        elif self._announcements is not None and is_name(name):
+            self._asked[request.request_id] = self._announcements.take(name, _ASK_S)
+
+    def _take(self, request: Any, params: Mapping[str, Any]) -> None:
         try:
             handoff = Handoff.from_params(params)
         except ConfigError:
@@ -51,8 +80,14 @@ class EarlierTurns:
         else:
             self._counts["nothing_in_common"] += 1
 
-    def num_matched(self, request: Any, num_computed: int) -> int:
-        """Returns the number of tokens to pull beyond those computed; 0 for requests without a ticket too."""
+    def num_matched(self, request: Any, num_computed: int) -> int | None:
+        """Returns the number of tokens to pull beyond those computed, 0 without a ticket. None: not known yet."""
+        asked = self._asked.get(request.request_id)
+        if asked is not None:
+            if not asked.done():
+                return None
+            del self._asked[request.request_id]
+            self._learn(request, asked)
         turn = self._turns.get(request.request_id)
         return max(turn.num_tokens - num_computed, 0) if turn is not None else 0
 
@@ -75,6 +110,27 @@ class EarlierTurns:
     def ended(self, request_id: str) -> None:
         """Forgets a request in any state."""
         self._turns.pop(request_id, None)
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.cancel()
+
+    def _learn(self, request: Any, asked: Future[bytes]) -> None:
+        error = CancelledError() if asked.cancelled() else asked.exception()
+        if error is not None:
+            self._counts["not_offered"] += 1
+            _log.info("request %s: its last turn's answer is not offered: %s", request.request_id, error)
+            return
+        try:
+            params = json.loads(asked.result())
+        except (ValueError, RecursionError):
+            self._counts["malformed"] += 1
+        else:
+            self._take(request, params)
+
+
+def is_name(name: Any) -> TypeGuard[str]:
+    """Returns whether an answer can be offered under this name."""
+    return isinstance(name, str) and 0 < len(name) <= _MAX_NAME
 
 
 def _common_tokens(request: Any, handoff: Handoff) -> int:

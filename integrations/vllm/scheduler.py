@@ -104,7 +104,9 @@ class SchedulerSide:
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
         earlier = self.turns.num_matched(request, num_computed)
-        return (earlier, True) if earlier else self.incoming.num_matched(request, num_computed)
+        if earlier == 0:
+            return self.incoming.num_matched(request, num_computed)
+        return earlier, earlier is not None
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""

@@ -3,34 +3,45 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .announcements import Announcements
 from .answers import Answers
-from .earlier_turns import EarlierTurns
-from .handoff import RankInfo
+from .earlier_turns import ANSWER_AS, EarlierTurns, is_name
+from .handoff import KEY, RankInfo
 from .lease_slots import SharedSeats
 from .outgoing import GroupIds
 from .step_commands import StepCommands
 
 
 class Turns:
-    """The turns of a server's chats. `seats` are those of `Answers`; None turns everything off."""
+    """The turns of a server's chats. `seats` are those of `Answers`; None turns everything off.
 
-    def __init__(self, seats: SharedSeats | None = None, ttl_s: float = 0.0) -> None:
+    With `announcements`, streamed answers are offered too.
+    """
+
+    def __init__(
+        self,
+        seats: SharedSeats | None = None,
+        ttl_s: float = 0.0,
+        announcements: Announcements | None = None,
+    ) -> None:
         self._counts: Counter[str] = Counter()
+        self._announcements = announcements
         self.answers = Answers(seats, ttl_s, self._counts) if seats is not None else None
-        self.earlier = EarlierTurns(self._counts) if seats is not None else None
+        self.earlier = EarlierTurns(self._counts, announcements) if seats is not None else None
 
     def arrived(self, request: Any) -> None:
         """Registers a request before it is scheduled."""
         if self.earlier is not None:
             self.earlier.arrived(request)
 
-    def num_matched(self, request: Any, num_computed: int) -> int:
-        """Returns the number of tokens of earlier turns to pull beyond those computed."""
+    def num_matched(self, request: Any, num_computed: int) -> int | None:
+        """Returns the number of tokens of earlier turns to pull beyond those computed. None: not known yet."""
         return self.earlier.num_matched(request, num_computed) if self.earlier is not None else 0
 
     def begins(
@@ -71,7 +82,14 @@ class Turns:
         if self.answers is None or not complete or not params or params.get("do_remote_decode"):
             return None
         handoff = self.answers.offer(request, groups[0], ranks, commands)
-        return handoff.to_answer(engine_id) if handoff is not None else None
+        if handoff is None:
+            return None
+        output = handoff.to_answer(engine_id)
+        name = params.get(ANSWER_AS)
+        if self._announcements is not None and is_name(name):
+            ticket = json.dumps({KEY: output[KEY]}).encode()
+            self._announcements.announce(name, 0, handoff.owners[0], handoff.ttl_s, ticket, None)
+        return output
 
     def take_counts(self) -> dict[str, int]:
         """Returns and resets the counts, by result."""

@@ -26,6 +26,7 @@ _STREAMS_FROM = "kvlink_streams_from"
 """The tokens of the shortest prompt that a prefill server announces, in its answer to a shorter one."""
 _TRACEPARENT = "kvlink_traceparent"
 """The header of that name, for servers that do not pass headers to the engine."""
+_ANSWER_AS, _ANSWER_OF = "kvlink_answer_as", "kvlink_answer_of"
 _CHARACTERS_A_TOKEN = 4
 _SAMPLING = "sampling_params"
 """The parameters in a request of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
@@ -54,10 +55,11 @@ def _without(body: Body, names: tuple[str, ...]) -> Body:
     return {key: value for key, value in body.items() if key not in names}
 
 
-def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
-    """Returns decode's request while prefill still computes under this name."""
+def following_body(body: Body, stream: str, traceparent: str = "", answer_as: str = "") -> Body:
+    """Returns decode's request while prefill still computes under this name. `answer_as`: see asking_for_a_ticket."""
     asked = {"do_remote_prefill": True, "do_remote_decode": False}
-    return decode_body(body, asked | _ours(stream, traceparent))
+    following = decode_body(body, asked | _ours(stream, traceparent))
+    return asking_for_a_ticket(following, answer_as) if answer_as else following
 
 
 def _ours(stream: str, traceparent: str) -> Body:
@@ -70,9 +72,18 @@ def decode_body(body: Body, handoff: Body | None) -> Body:
     return asked | {HANDOFF: handoff} if handoff else asked
 
 
-def asking_for_a_ticket(body: Body) -> Body:
-    """Returns decode's request with parameters, even if it has no handoff: only then the answer has a ticket."""
-    return {HANDOFF: {"do_remote_prefill": False, "do_remote_decode": False}} | body
+def asking_for_a_ticket(body: Body, answer_as: str) -> Body:
+    """Returns decode's request with parameters for the cache, even if it has no handoff: only then it has a ticket.
+
+    A streamed answer does not carry the ticket. Servers with a coordinator offer it there, under the name `answer_as`.
+    """
+    params = body.get(HANDOFF) or {"do_remote_prefill": False, "do_remote_decode": False}
+    return body | {HANDOFF: params | {_ANSWER_AS: answer_as}}
+
+
+def named_ticket(answer_as: str) -> Body:
+    """Returns what prefill gets in place of a ticket that decode offers under this name."""
+    return {_ANSWER_OF: answer_as}
 
 
 def handoff_of(answer: Any) -> Body | None:

@@ -29,17 +29,19 @@ async def following(
     body: Body,
     headers: Mapping[str, str],
     stream: str,
+    answer_as: str = "",
 ) -> AsyncIterator[Followed | Body | None]:
     """Yields the answer of the decode server at `url`, or the handoff that `prefill` returned.
 
     It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both requests.
-    `stream` is the name given to prefill. Raises what `prefill` raises, and decode's NotServed.
+    `stream` is the name given to prefill, `answer_as` that of the answer's ticket. Raises what `prefill` raises, and
+    decode's NotServed.
     """
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(AsyncExitStack())
         prefilling = asyncio.create_task(prefill)
         stack.push_async_callback(_end, prefilling)
-        asked = following_body(body, stream, headers.get(HEADER, ""))
+        asked = following_body(body, stream, headers.get(HEADER, ""), answer_as)
         answer = decode.stream(url, path, asked, headers)
         answering = asyncio.create_task(opened.enter_async_context(answer))
         stack.push_async_callback(_end, answering)

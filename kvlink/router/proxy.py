@@ -19,6 +19,7 @@ from kvlink.router.bodies import (
     asking_for_a_ticket,
     decode_body,
     handoff_of,
+    named_ticket,
     num_tokens,
     one_handoff_suffices,
     prefill_body,
@@ -137,25 +138,26 @@ class Proxy:
         tried: list[str] = []
         reason, handoff, alone = "no decode server is up", None, request.path in DECODE_ALONE
         known = alone
+        answer_as = uuid.uuid4().hex if self._chats is not None and not alone else ""
         self.counts["not_suited"] += alone
         while (url := self._decode.ring.choose(time.monotonic(), tried)) is not None:
             follows = not known and self._streams(body)
             try:
                 if follows:
-                    async with self._following(url, request.path, body, headers) as came:
+                    async with self._following(url, request.path, body, headers, answer_as) as came:
                         if isinstance(came, Followed):
                             self.counts["followed"] += 1
-                            return await self._passed_on(request, body, headers, *came)
+                            return await self._passed_on(request, body, headers, answer_as, *came)
                         handoff = came
                 elif not known:
                     handoff = await self._hand_off(request.path, body, headers)
                 known = True
                 asked = decode_body(body, handoff)
-                if self._chats is not None and not alone:
-                    asked = asking_for_a_ticket(asked)
+                if answer_as:
+                    asked = asking_for_a_ticket(asked, answer_as)
                 answering = self._decode.stream(url, request.path, asked, headers)
                 async with answering as (answer, rest):
-                    return await self._passed_on(request, body, headers, answer, rest)
+                    return await self._passed_on(request, body, headers, answer_as, answer, rest)
             except NotServed as error:
                 tried.append(url)
                 reason, known = str(error), alone or (known and error.untouched)
@@ -167,17 +169,18 @@ class Proxy:
         request: web.Request,
         body: Body,
         headers: Mapping[str, str],
+        answer_as: str,
         answer: Answer,
         rest: AsyncIterator[bytes],
     ) -> web.StreamResponse:
-        chats = self._chats
+        chats, request_id = self._chats, headers["X-Request-Id"]
+        if chats is None or not answer_as:
+            return await replies.passed_on(request, request_id, answer, rest)
 
         def keep(ticket: Body) -> None:
-            assert chats is not None
             self.counts["tickets_kept"] += chats.keep(body, headers, ticket)
 
-        kept = keep if chats is not None else None
-        return await replies.passed_on(request, headers["X-Request-Id"], answer, rest, kept)
+        return await replies.passed_on(request, request_id, answer, rest, keep, named_ticket(answer_as))
 
     def _streams(self, body: Body) -> bool:
         return (
@@ -187,11 +190,11 @@ class Proxy:
         )
 
     def _following(
-        self, url: str, path: str, body: Body, headers: Mapping[str, str]
+        self, url: str, path: str, body: Body, headers: Mapping[str, str], answer_as: str
     ) -> AbstractAsyncContextManager[Followed | Body | None]:
         stream = uuid.uuid4().hex
         prefill = self._hand_off(path, body, headers, stream)
-        return following(prefill, self._decode, url, path, body, headers, stream)
+        return following(prefill, self._decode, url, path, body, headers, stream, answer_as)
 
     async def _hand_off(
         self, path: str, body: Body, headers: Mapping[str, str], stream: str = ""

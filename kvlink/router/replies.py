@@ -26,10 +26,12 @@ async def passed_on(
     answer: Answer,
     rest: AsyncIterator[bytes],
     keep: Keep | None = None,
+    named: Body | None = None,
 ) -> web.StreamResponse:
     """Streams an answer to the client. If it breaks off, the connection is aborted, so it does not look complete.
 
-    With `keep`, the ticket in a JSON answer goes there and not to the client.
+    With `keep`, the ticket in a JSON answer goes there and not to the client. Once another one is complete, `named`
+    does.
     """
     response = web.StreamResponse(status=answer.status, headers=_kept(answer))
     await response.prepare(request)
@@ -42,6 +44,8 @@ async def passed_on(
             await response.write(answer.begin)
             async for piece in rest:
                 await response.write(piece)
+            if keep is not None and named is not None and answer.status == 200:
+                keep(named)  # now, because the client's next turn may come at once
         await response.write_eof()
     except BROKEN as error:
         _log.warning("an answer broke off request=%s error=%r", request_id, error)

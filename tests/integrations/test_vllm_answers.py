@@ -14,9 +14,12 @@ import pytest
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 import torch
+from waiting import eventually
 
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, NUM_BLOCKS, Server, request  # isort: skip
 
+from kvlink.coordinator import Coordinator
+from kvlink.integrations.vllm.earlier_turns import ANSWER_AS, ANSWER_OF
 from kvlink.integrations.vllm.handoff import KEY, Handoff
 
 PROMPT = list(range(100, 110))
@@ -334,6 +337,70 @@ def test_a_ticket_crosses_a_router_as_json(servers: tuple[Server, Server]) -> No
     assert handoff.soft
     assert handoff.digests is not None
     assert len(handoff.digests) == 4
+
+
+@pytest.fixture
+def coordinated(coordinator: Coordinator) -> Iterator[tuple[Server, Server]]:
+    at = coordinator.address
+    with (
+        Server("p", answer_s=600, coordinator=at) as prefill,
+        Server("d", answer_s=600, coordinator=at) as decode,
+    ):
+        yield prefill, decode
+
+
+def asks_for(name: Any) -> Any:
+    return request("t2", NEXT, {**ASK_PREFILL, ANSWER_OF: name})
+
+
+def known(prefill: Server, turn: Any) -> tuple[int | None, bool]:
+    """Returns what is to be loaded once the coordinator has answered."""
+    prefill.scheduler.arrived(turn)
+    eventually(lambda: prefill.scheduler.num_matched(turn, 0) != (None, False))
+    return prefill.scheduler.num_matched(turn, 0)
+
+
+def test_a_streamed_answer_is_offered_by_its_name(coordinated: tuple[Server, Server]) -> None:
+    prefill, decode = coordinated
+    decode.pool.cache(3, 9, 1, 7)
+    assert decode.answer(request("t1", PROMPT, {**ROUTED, ANSWER_AS: "n"}), ANSWER, [3, 9, 1, 7])
+    turn = asks_for("n")
+    assert known(prefill, turn) == (16, True)
+    prefill.scheduler.allocated(turn, ([5, 6, 8, 10],), 16)
+    prefill.step_until(lambda: "t2" in prefill.received)
+    assert same(prefill, decode, [(5, 3), (6, 9), (8, 1), (10, 7)])
+
+
+@pytest.mark.parametrize("name", ["another", "", 5, None, "x" * 300])
+def test_a_name_that_nobody_offered_is_computed(coordinated: tuple[Server, Server], name: Any) -> None:
+    prefill, _ = coordinated
+    assert known(prefill, asks_for(name)) == (0, False)
+    assert results(prefill) == ({"not_offered": 1} if name == "another" else {})
+
+
+def test_what_is_offered_under_a_name_may_be_anything(coordinated: tuple[Server, Server]) -> None:
+    prefill, decode = coordinated
+    announcements, owner = decode.scheduler._announcements, decode.ranks[0].rank_info.owner
+    assert announcements is not None
+    for number, blob in enumerate((b"x", b"[]", b"{}", b'{"kvlink": {"ticket": 1}}', b"\xff")):
+        announcements.announce(f"n{number}", 0, owner, 60.0, blob, None).result(5)
+        assert known(prefill, asks_for(f"n{number}")) == (0, False)
+    assert results(prefill) == {"malformed": 5}
+
+
+def test_a_request_that_ends_while_its_answer_is_asked_for(coordinated: tuple[Server, Server]) -> None:
+    prefill, _ = coordinated
+    turn = asks_for("nobody")
+    prefill.scheduler.arrived(turn)
+    assert prefill.scheduler.finished(turn, ([],), False) == (False, None)
+    assert prefill.scheduler.num_matched(turn, 0) == (0, False)
+
+
+def test_without_a_coordinator_a_name_is_ignored(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    assert offered(decode, [3, 9, 1, 7], kv_transfer_params={**ROUTED, ANSWER_AS: "n"})
+    prefill.scheduler.arrived(turn := asks_for("n"))
+    assert prefill.scheduler.num_matched(turn, 0) == (0, False)
 
 
 def test_a_pool_that_evicts_all_the_time_gives_no_wrong_byte(servers: tuple[Server, Server]) -> None:

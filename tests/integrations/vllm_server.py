@@ -96,13 +96,14 @@ class Server:
             coordinator=self.coordinator,
         )
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
+        announced = Announcements.of(self.config)
         self.scheduler = SchedulerSide(
             self.name,
             SlotGroups(48 if self.answer_s else 64, 4),
             lambda blocks: tuple(blocks),
             self.lease_s,
             Rank(0, self.tp_size, self.heads),
-            announcements=Announcements.of(self.config),
+            announcements=announced,
             streaming_from=self.streaming_from,
             grows=[not group[0].startswith("window") for group in self.groups],
             windows=[
@@ -111,7 +112,7 @@ class Server:
             ]
             if self.window
             else [],
-            turns=Turns(SharedSeats(49, 16), self.answer_s) if self.answer_s else None,
+            turns=Turns(SharedSeats(49, 16), self.answer_s, announced) if self.answer_s else None,
         )
         self.pool = Pool()
         if self.scheduler.turns.answers is not None:

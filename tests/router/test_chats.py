@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
+from aiohttp import ClientError
 from test_router import BODY, Place
 
 from kvlink.router.chats import Chats
@@ -66,9 +67,35 @@ async def test_an_answer_without_a_handoff_has_a_ticket_too(place: Place) -> Non
     assert await place.counts() == {"without_handoff": 1, "tickets_kept": 1}
 
 
-async def test_a_stream_passes_as_it_is(place: Place) -> None:
-    async with place.client.post("/v1/completions", json=BODY | {"stream": True}) as answer:
+async def test_the_turn_after_a_streamed_answer_brings_its_name(place: Place) -> None:
+    """Decode offers the answer at the coordinator under this name."""
+    path = "/v1/chat/completions"
+    async with place.client.post(path, json=chat(USER, stream=True)) as answer:
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+    name = place.decode[0].asked[0]["kv_transfer_params"]["kvlink_answer_as"]
+    await place.post(chat(USER, ANSWER, MORE), path)
+    asked = place.prefill[1].asked[0]["kv_transfer_params"]
+    assert name
+    assert asked["kvlink_answer_of"] == name
+    assert asked["do_remote_decode"] is True
+    assert await place.counts() == {"handed_off": 2, "tickets_kept": 2, "tickets_sent": 1}
+
+
+async def test_a_stream_that_broke_off_has_no_ticket(place: Place) -> None:
+    place.decode[0].die = "after a piece"
+    with pytest.raises(ClientError):
+        async with place.client.post("/v1/chat/completions", json=chat(USER, stream=True)) as answer:
+            await answer.read()
+    assert (await place.counts()).get("tickets_kept") is None
+
+
+async def test_an_answer_that_followed_its_prefill_has_a_name_too() -> None:
+    async with AsyncExitStack() as stack:
+        place = await Place(stack).start(bidirectional=True, streaming_from=0)
+        async with place.client.post("/v1/chat/completions", json=chat(USER, stream=True)) as answer:
+            await answer.read()
+        assert place.decode[0].asked[0]["kv_transfer_params"]["kvlink_answer_as"]
+        assert (await place.counts())["tickets_kept"] == 1
 
 
 async def test_without_the_option_nothing_changes() -> None:
