@@ -394,6 +394,7 @@ def test_a_request_that_ends_while_its_answer_is_asked_for(coordinated: tuple[Se
     prefill.scheduler.arrived(turn)
     assert prefill.scheduler.finished(turn, ([],), False) == (False, None)
     assert prefill.scheduler.num_matched(turn, 0) == (0, False)
+    assert results(prefill) == {}
 
 
 def test_without_a_coordinator_a_name_is_ignored(servers: tuple[Server, Server]) -> None:
