@@ -349,6 +349,8 @@ class Engine:
         """As grant_soft(), at a seat (slot, nonce, 1) that the caller chose."""
     def revoke(self, blocks: Any) -> int:
         """Ends the soft leases that cover one of the blocks, and returns their number."""
+    def holds_lease(self, slot: int, nonce: int) -> bool:
+        """Whether the lease with this nonce has not ended."""
     def soft_lease_counts(self) -> tuple[int, int, int, int, int]:
         """active, granted, evicted, displaced, expired."""
     def set_ready(self, lease: int, ready: int) -> bool: ...

@@ -170,6 +170,10 @@ void register_engine(py::module_& m) {
             return self.revoke(BlockIds(blocks));
           },
           py::arg("blocks"))
+      .def(
+          "holds_lease",
+          [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).holds(slot, nonce); },
+          py::arg("slot"), py::arg("nonce"))
       .def("soft_lease_counts",
            [](Engine& self) {
              const SoftLeaseCounts counts = leases_of(self).soft_counts();

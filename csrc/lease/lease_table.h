@@ -109,6 +109,10 @@ class LeaseTable {
   /// writes that follow are ordered behind them. Costs a few nanoseconds for a block that none covers.
   Revoked revoke(std::span<const uint32_t> blocks);
   SoftLeaseCounts soft_counts() const;
+  /// Returns whether the slot still has this nonce, that is, whether a read that ended now would validate.
+  bool holds(uint32_t slot, uint64_t nonce) const {
+    return slot > 0 && slot < records_.size() && slots_[slot].nonce.load(std::memory_order_acquire) == nonce;
+  }
   /// Publishes how many units are written; the number never decreases. Returns false if there is no such
   /// lease, or it has ended.
   bool set_ready(uint64_t lease, uint64_t ready);

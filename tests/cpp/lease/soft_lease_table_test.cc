@@ -20,7 +20,11 @@ struct SoftLeaseTableTest : lease_tests::LeaseTableTest {
     return *table.grant_soft(blocks, blocks.size(), ttl, now);
   }
   uint32_t revoke(const Blocks& blocks) { return table.revoke(blocks).num_ended; }
-  bool stands(const LeaseSeat& seat) { return memory[seat.slot].nonce == seat.nonce; }
+  bool stands(const LeaseSeat& seat) {
+    const bool stands = memory[seat.slot].nonce == seat.nonce;
+    EXPECT_EQ(table.holds(seat.slot, seat.nonce), stands);
+    return stands;
+  }
 };
 
 TEST_F(SoftLeaseTableTest, ASoftLeaseHasOneSharedSeatAndPinsNothing) {
@@ -45,6 +49,12 @@ TEST_F(SoftLeaseTableTest, ARevokeEndsEveryLeaseThatCoversABlockAndNoOther) {
   EXPECT_TRUE(stands(other));
   EXPECT_EQ(table.soft_counts().evicted, 2u);
   EXPECT_EQ(table.soft_counts().active, 1u);
+}
+
+TEST_F(SoftLeaseTableTest, ASlotThatDoesNotExistHoldsNothing) {
+  EXPECT_FALSE(table.holds(0, LeaseTableHeader::kMagic));
+  EXPECT_FALSE(table.holds(1, 256));
+  EXPECT_FALSE(table.holds(1u << 31, 256));
 }
 
 TEST_F(SoftLeaseTableTest, ARevokeLeavesLeasesThatPinAlone) {
