@@ -17,8 +17,9 @@ Pipeline, Context             the layers and the tokens that one rank has
 Ticket, ReadyUnit             what a reader needs to pull one request
 LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
 Pull, PullStats, PathTaken    a running pull, its statistics and its path
-PreparedPull                  a pull of the same blocks again and again
-Termination                   SIGTERM, so that a program can drain
+PreparedPull, Termination     a pull again and again; SIGTERM, to drain
+SharedPrefix, PrefixChoice,   a prefix in a peer's cache (digest_prefixes),
+  PrefillRate, PrefillMeter   and whether to pull it (pull_or_compute)
 KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
@@ -53,12 +54,15 @@ if TYPE_CHECKING:
         UnknownRequest,
     )
     from kvlink.layout import Context, Geometry, KVLayout, Order, Pipeline, Regions, dense
+    from kvlink.prefix_digests import digest_prefixes
     from kvlink.ticket import Ticket
     from kvlink.transfer.explain import PathTaken
     from kvlink.transfer.pool import BlockPool
     from kvlink.transfer.pull import Pull, PullStats
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
+    from kvlink.worker.prefix_choice import PrefillMeter, PrefillRate, PrefixChoice, pull_or_compute
+    from kvlink.worker.prefixes import SharedPrefix
     from kvlink.worker.prepared import PreparedPull
     from kvlink.worker.termination import Termination
 
@@ -81,11 +85,15 @@ __all__ = [
     "PathTaken",
     "PeerUnreachable",
     "Pipeline",
+    "PrefillMeter",
+    "PrefillRate",
+    "PrefixChoice",
     "PreparedPull",
     "Pull",
     "PullStats",
     "ReadyUnit",
     "Regions",
+    "SharedPrefix",
     "StaleBlocks",
     "StaleReason",
     "Termination",
@@ -98,7 +106,9 @@ __all__ = [
     "WorkerConfig",
     "__version__",
     "dense",
+    "digest_prefixes",
     "errors",
+    "pull_or_compute",
 ]
 
 _HOMES = {
@@ -107,9 +117,12 @@ _HOMES = {
     "transfer.explain": ("PathTaken",),
     "layout": ("Context", "Geometry", "KVLayout", "Order", "Pipeline", "Regions", "dense"),
     "transfer.pool": ("BlockPool",),
+    "prefix_digests": ("digest_prefixes",),
     "ticket": ("Ticket",),
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),
+    "worker.prefix_choice": ("PrefillMeter", "PrefillRate", "PrefixChoice", "pull_or_compute"),
+    "worker.prefixes": ("SharedPrefix",),
     "worker.prepared": ("PreparedPull",),
     "worker.termination": ("Termination",),
 }

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +16,34 @@ _HEADER = struct.Struct("<IB")
 _BYTES = range(8, 65)
 """How long a digest may be."""
 MAX_DIGEST_BYTES = 4 << 20
+_DIGEST_BYTES = 16
+
+
+def digest_prefixes(
+    token_ids: Sequence[int], block_tokens: int, *, salt: str = "", adapter: str = ""
+) -> list[bytes]:
+    """Returns a digest of each prefix of full blocks, 16 bytes each, for servers that have no digests of their own.
+
+    salt: secret of the users who may share KV; others do not find it. Without one, everybody shares.
+    adapter: name and version of the LoRA adapter. Whatever else the KV depends on, such as images, belongs in here too.
+    Raises ConfigError for anything but ids of 0 to 2^64 - 1.
+    """
+    if block_tokens < 1:
+        raise ConfigError(f"block_tokens must be 1 or more, not {block_tokens}")
+    digest = hashlib.sha256(b"kvlink prefix 1")
+    for text in (salt, adapter, str(block_tokens)):
+        digest.update(len(text.encode()).to_bytes(4, "little") + text.encode())
+    try:
+        ids = array("Q", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(f"token ids must be integers of 0 to 2^64 - 1: {error}") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    digests = []
+    for end in range(block_tokens, len(ids) + 1, block_tokens):
+        digest.update(ids[end - block_tokens : end].tobytes())
+        digests.append(digest.digest()[:_DIGEST_BYTES])
+    return digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,16 @@ def _sentence(address: str, status: CoordinatorStatus) -> str:
         f"{status.tickets} offers unclaimed, {status.waiting_claims} claims waiting; since the start "
         f"{status.offered} offered, {status.claimed} claimed, {status.expired} expired, "
         f"{status.lost_workers} workers lost"
+        f"{_prefixes(status)}"
+    )
+
+
+def _prefixes(status: CoordinatorStatus) -> str:
+    if not status.published_prefixes:
+        return ""
+    return (
+        f"; {status.prefixes} prefixes in {bytes_text(status.prefix_bytes)}, found by {status.prefix_hits} of "
+        f"{status.prefix_lookups} lookups"
     )
 
 

@@ -12,14 +12,15 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import TypeVar
 
 from kvlink.backoff import Backoff
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
+from kvlink.control.prefix_calls import PrefixCalls
 from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc.channel import Channel
+from kvlink.control.rpc.client import Client
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Security
@@ -43,8 +44,6 @@ from kvlink.errors import CoordinatorUnavailable, UnknownRequest
 from kvlink.timeouts import given_or
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
-_C = TypeVar("_C", bound="_Client")
-
 _MAX_CACHED_CARDS = 4_096
 _MAX_GIVEN_UP = 4_096
 _AGENT_PATIENCE_S = 0.5
@@ -55,41 +54,7 @@ _CLAIM_SLACK_S = 2.0
 """The coordinator refuses a claim that timed out. The client waits this much longer for that refusal."""
 
 
-class _Client:
-    def __init__(self, channel: Channel, timeout_s: float) -> None:
-        self._channel = channel
-        self._timeout_s = timeout_s
-
-    @property
-    def address(self) -> str:
-        """Returns the host:port of the server, or several separated by commas."""
-        return self._channel.address
-
-    @property
-    def next_address(self) -> str:
-        """Returns the one of the addresses that the next call goes to."""
-        return self._channel.next_address
-
-    @property
-    def has_replicas(self) -> bool:
-        """Returns whether there are several addresses."""
-        return self._channel.has_replicas
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._channel!r})"
-
-    async def close(self) -> None:
-        """Cancels running calls. Closing again has no effect."""
-        await self._channel.close()
-
-    async def __aenter__(self: _C) -> _C:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class CoordinatorClient(_Client):
+class CoordinatorClient(PrefixCalls):
     """Calls the coordinator at "host:port", or any replica of "a:1,b:2". Raises ConfigError for other address forms."""
 
     def __init__(self, addresses: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
@@ -232,7 +197,7 @@ class CoordinatorClient(_Client):
         return await self._channel.call(CoordinatorCalls.OVERVIEW, Nothing(), self._timeout_s)
 
 
-class AgentClient(_Client):
+class AgentClient(Client):
     """Calls the WorkerAgent at "host:port". Raises ConfigError for another form of address."""
 
     def __init__(

@@ -45,6 +45,13 @@ MAX_TRANSPORTS = 32
 MAX_LEASE_KEYS = 2
 MAX_CONNECTION_ID = (1 << 31) - 1
 MAX_CARD_BYTES = 4 << 20
+MAX_PREFIXES = 256
+"""Bounds the prefixes that one call publishes."""
+MAX_PREFIX_KEYS = 1 << 16
+"""Bounds the keys of a prefix, and those of all prefixes that one call publishes."""
+MAX_PREFIX_TICKET_BYTES = 4 << 20
+MAX_FOUND = 16
+"""Bounds the servers that the answer to one lookup names."""
 MAX_REQUEST_BYTES = 8 << 20
 """The largest message that a server accepts. One ticket of a million blocks fits."""
 MAX_REPLY_BYTES = 256 << 20
@@ -65,5 +72,9 @@ class Limits:
     """Counts the settle orders kept for a worker whose keep-alive stream is down."""
     remembered_epochs: int = 65_536
     """Counts remembered workers that left or died, so that the next process of the name gets a higher epoch."""
+    prefixes: int = 65_536
+    """Counts the prefixes in the directory, of all tenants. The oldest is forgotten for a further one."""
+    prefix_bytes: int = 256 << 20
+    """Bounds the memory of the directory. A prefix of 64k tokens, with a key for each 16, takes about 0.8 MiB."""
     remembered_requests: int = 16_384
     """Counts remembered requests that ended. A repeated claim gets the same tickets, or at once the reason for none."""

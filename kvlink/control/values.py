@@ -210,7 +210,10 @@ class ConnectReply(NamedTuple):
 
 
 class CoordinatorStatus(NamedTuple):
-    """Counts since the start. `workers`, `draining` (of these), `tickets` and `waiting_claims` are current values."""
+    """Counts since the start of the coordinator.
+
+    `workers`, `draining` (of these), `tickets`, `waiting_claims`, `prefixes` and `prefix_bytes` are current values.
+    """
 
     uptime_s: float = 0.0
     workers: int = 0
@@ -223,6 +226,13 @@ class CoordinatorStatus(NamedTuple):
     expired: int = 0
     settle_orders: int = 0
     draining: int = 0
+    prefixes: int = 0
+    prefix_bytes: int = 0
+    published_prefixes: int = 0
+    evicted_prefixes: int = 0
+    expired_prefixes: int = 0
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
 
 
 class StoreHealth(NamedTuple):

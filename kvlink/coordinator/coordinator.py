@@ -38,6 +38,7 @@ from kvlink.control.values import (
 )
 from kvlink.coordinator.handoff_service import HandoffServer
 from kvlink.coordinator.incumbents import Incumbents
+from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.readiness import Readiness
 from kvlink.coordinator.reports import Reports
 from kvlink.coordinator.store import Store
@@ -76,9 +77,10 @@ class Coordinator:
         security: Security | None = None,
         gate: Gate = coordinator_gate,
         store_name: str = MEMORY,
+        limits: Limits | None = None,
     ) -> None:
         """Under TLS, `gate` identifies callers, and `tenant_stores.stores` must make `store`. `store_name` is what
-        `about` tells. Raises ConfigError.
+        `about` tells, and `limits` are those of the directory of prefixes. Raises ConfigError.
         """
         security = Security.from_env() if security is None else security
         security.check_coordinator()
@@ -94,6 +96,7 @@ class Coordinator:
         self._server = GrpcServer("coordinator", reflect, security, gate)
         self._reports = Reports()
         self._incumbents = Incumbents(self._store, security)
+        self._prefixes = PrefixService(self._store, limits)
         self.counts = self._server.counts
         """Counts of calls and their refusals."""
         self.readiness = Readiness(self._server.set_ready, self._store.health, lambda: self._draining)
@@ -133,6 +136,7 @@ class Coordinator:
         """Ends every stream and call. Workers and readers retry until a coordinator listens. May be called again."""
         self._draining = True
         await self.readiness.close()
+        await self._prefixes.close()
         await self._store.close()
         await self._server.stop(_CLOSE_GRACE_S)
 
@@ -147,6 +151,7 @@ class Coordinator:
         server.unary(Calls.CLAIM, self._claim)
         server.unary(Calls.SETTLE, self._settle)
         server.bidirectional(Calls.HANDOFFS, self._handoffs)
+        self._prefixes.add_calls(server)
         server.unary(Calls.STATUS, lambda _: self.status())
         server.unary(Calls.OVERVIEW, lambda _: self.overview())
 
@@ -233,7 +238,8 @@ class Coordinator:
 
     async def status(self) -> CoordinatorStatus:
         """Returns the counts of the caller's tenant, or of all tenants when this process calls."""
-        return (await self._store.status())._replace(uptime_s=now() - self._started)
+        status = self._prefixes.counted(await self._store.status())
+        return status._replace(uptime_s=now() - self._started)
 
     async def overview(self) -> Overview:
         """Returns the overview of the workers that `status` counts, and the calls if the caller sees all tenants."""
@@ -275,7 +281,7 @@ async def serve(
     """
     security = security or Security.from_env()
     tenants = stores(store_maker(store, lease_s, limits), security)
-    coordinator = Coordinator(tenants, lease_s, reflect, security, gate, store)
+    coordinator = Coordinator(tenants, lease_s, reflect, security, gate, store, limits)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -50,6 +50,10 @@ class WorkerStats:
     ports: tuple[Port, ...] = ()
     soft_leases: SoftLeaseCounts = field(default_factory=SoftLeaseCounts)
     draining: bool = False
+    prefixes: int = 0
+    """Prefixes that are published now."""
+    prefix_lookups: Mapping[str, int] = field(default_factory=dict)
+    """Counts lookups of prefixes by outcome."""
 
 
 class StatsSource(Protocol):

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 import time
 
-from kvlink.background import ControlThread
 from kvlink.timeouts import checked
-from kvlink.worker.membership import WorkerMembership
-from kvlink.worker.soft_leases import SoftLeases
+from kvlink.worker.prefixes import SharedPrefixes
 
 _LOOK_EVERY_S = 0.01
 
 
-class Draining(SoftLeases):
+class Draining(SharedPrefixes):
     """The part of a Worker that prepares its end. Thread-safe."""
-
-    _control: ControlThread
-    _membership: WorkerMembership
 
     def drain(self, grace_s: float) -> bool:
         """Waits at most `grace_s` seconds until every offer that pins blocks has ended. Returns whether all have.

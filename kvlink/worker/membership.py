@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from kvlink import tracing
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
 from kvlink.control.overview import WorkerReport
+from kvlink.control.prefix_publisher import PrefixPublisher
+from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
@@ -39,7 +42,7 @@ class WorkerMembership:
         self._config = config
         self._engine = engine
         self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
-        security = Security.of(config)
+        self._security = security = Security.of(config)
         at = config.coordinator
         self._client = CoordinatorClient(at, security=security) if at else None
         self._agent = WorkerAgent(
@@ -56,6 +59,10 @@ class WorkerMembership:
         self.directory = ControlDirectory(self._client, security)
         self.claims = Durations()
         """The durations of claims that returned tickets, including the time that they waited."""
+        self._publishing: list[tuple[CoordinatorClient, PrefixPublisher, asyncio.Task[None]]] = []
+        """For each coordinator: each has a directory of its own."""
+        self.prefix_lookups = Counter[str]()
+        """Counts lookups in the directory of prefixes by outcome: "found", "none" or "failed"."""
         self.report: Callable[[], WorkerReport | None] = lambda: None
         """Returns the report that each beat sends to the coordinator."""
 
@@ -143,6 +150,9 @@ class WorkerMembership:
 
     async def leave(self) -> None:
         """Leaves the session and closes agent, directory and client. Idempotent."""
+        for client, _, task in self._publishing:
+            task.cancel()
+            await client.close()
         self._leave_ports()
         if self._telling is not None:  # the coordinator would keep a worker that joins after it has left
             await asyncio.gather(self._telling, return_exceptions=True)
@@ -187,6 +197,42 @@ class WorkerMembership:
         blobs = await self._client.claim(request_id, timeout_s, reader, num_readers)
         self.claims.add(time.perf_counter_ns() - began)
         return [Ticket.from_bytes(blob) for blob in blobs]
+
+    @property
+    def num_prefixes(self) -> int:
+        """How many prefixes this worker publishes."""
+        return max((len(publisher) for _, publisher, _ in self._publishing), default=0)
+
+    def publish_prefix(self, prefix: Prefix, is_live: Callable[[], bool]) -> None:
+        """Keeps a prefix in the directories of all coordinators while `is_live` returns True."""
+        session = self._session
+        if session is None or self._client is None:
+            return
+        if not self._publishing:
+            for address in self._client.address.split(","):
+                client = CoordinatorClient(address, security=self._security)
+                publisher = PrefixPublisher(client, lambda: session.card)
+                task = asyncio.get_running_loop().create_task(publisher.run())
+                self._publishing.append((client, publisher, task))
+        for _, publisher, _ in self._publishing:
+            publisher.publish(prefix, is_live)
+
+    def withdraw_prefix(self, request_id: str) -> None:
+        """Withdraws a prefix from the directories."""
+        for _, publisher, _ in self._publishing:
+            publisher.withdraw(request_id)
+
+    async def find_prefix(self, query: PrefixQuery, timeout_s: float) -> list[FoundPrefix]:
+        """Returns servers that have the longest prefix. Raises CoordinatorError."""
+        if self._client is None:
+            return []
+        outcome = "failed"
+        try:
+            found = await self._client.find_prefix(query, timeout_s)
+            outcome = "found" if found else "none"
+        finally:
+            self.prefix_lookups[outcome] += 1
+        return found
 
     def _leave_ports(self) -> None:
         if self._ports is not None:

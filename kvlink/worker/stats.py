@@ -45,6 +45,8 @@ def gather(
         ports=tuple(engine.ports()),
         soft_leases=engine.soft_lease_counts(),
         draining=membership.draining,
+        prefixes=membership.num_prefixes,
+        prefix_lookups=dict(membership.prefix_lookups),
     )
 
 

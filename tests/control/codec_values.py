@@ -24,6 +24,7 @@ from kvlink.control.overview import (
     WorkerReport,
     WorkerView,
 )
+from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.values import (
     Claim,
     ConnectReply,
@@ -105,6 +106,21 @@ def claims(draw: st.DrawFn) -> Claim:
     return Claim(draw(NAMES), draw(st.floats(0, 3600)), draw(st.integers(0, readers - 1)), readers)
 
 
+SCOPES = st.binary(min_size=16, max_size=16)
+KEYS = st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=9).map(b"".join)
+STEPS = st.integers(1, 1 << 20)
+QUERIES = st.builds(PrefixQuery, SCOPES, STEPS, KEYS, U32, st.integers(1, 16), st.just("") | NAMES)
+FOUND = st.builds(FoundPrefix, st.integers(1, 1 << 16), st.lists(BLOBS, min_size=1, max_size=3).map(tuple))
+
+
+@st.composite
+def prefixes(draw: st.DrawFn) -> Prefix:
+    of = draw(st.integers(1, 1024))
+    ticket = draw(st.binary(min_size=1, max_size=200))
+    rank = draw(st.integers(0, of - 1))
+    return Prefix(draw(NAMES), draw(SECONDS), rank, of, draw(SCOPES), draw(STEPS), draw(KEYS), ticket)
+
+
 LEASE_KEYS = st.lists(BLOBS, max_size=MAX_LEASE_KEYS).map(tuple)
 
 
@@ -172,8 +188,24 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
             st.lists(REFUSED, max_size=4),
         ),
     ),
+    (
+        CoordinatorCalls.PUBLISH_PREFIXES.request,
+        st.builds(
+            PrefixChanges,
+            NAMES,
+            U64,
+            st.lists(prefixes(), max_size=3).map(tuple),
+            st.lists(NAMES, max_size=3).map(tuple),
+        ),
+    ),
+    (CoordinatorCalls.PUBLISH_PREFIXES.reply, U64),
+    (CoordinatorCalls.FIND_PREFIX.request, QUERIES),
+    (CoordinatorCalls.FIND_PREFIX.reply, st.lists(FOUND, max_size=3)),
     (CoordinatorCalls.OVERVIEW.reply, OVERVIEWS),
-    (CoordinatorCalls.STATUS.reply, st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6, U32)),
+    (
+        CoordinatorCalls.STATUS.reply,
+        st.builds(CoordinatorStatus, SECONDS, *[U32] * 3, *[U64] * 6, *[U32] * 2, *[U64] * 6),
+    ),
     (
         AgentCalls.CONNECT.request,
         st.builds(

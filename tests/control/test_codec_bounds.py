@@ -29,7 +29,7 @@ from kvlink.control.codec import (
 from kvlink.control.codec._wire import codec
 from kvlink.control.values import Claim, HandoffBatch, SettleOrder
 from kvlink.errors import ConfigError
-from kvlink.v1 import agent_pb2, card_pb2, coordinator_pb2, overview_pb2, record_pb2
+from kvlink.v1 import agent_pb2, card_pb2, coordinator_pb2, overview_pb2, prefixes_pb2, record_pb2
 
 HOSTILE_BYTES = 8 << 20
 EVERY_CODEC: dict[str, Codec[Any]] = {}
@@ -100,7 +100,7 @@ BOMBS = [
 
 def test_every_field_that_repeats_is_there() -> None:
     seen = {where for _, where, _ in BOMBS} | {where for where, _ in bombs(card_pb2.WorkerCard.DESCRIPTOR)}
-    modules = (agent_pb2, coordinator_pb2, overview_pb2, record_pb2, card_pb2)
+    modules = (agent_pb2, coordinator_pb2, overview_pb2, prefixes_pb2, record_pb2, card_pb2)
     kinds = [kind for module in modules for kind in module.DESCRIPTOR.message_types_by_name.values()]
     assert {field.full_name for kind in kinds for field in kind.fields if repeats(field)} <= seen
 

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import eventually
 
-from kvlink import BlockPool, Geometry, Worker, dense
+from kvlink import BlockPool, Geometry, PrefillRate, Worker, dense
+from kvlink.background import ControlThread
+from kvlink.coordinator import Coordinator
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING, TRANSFORMERS = "operate/monitoring.md", "servers/transformers.md"
+PREFIXES = "getting-started/prefixes.md"
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -34,7 +38,7 @@ def program(page: str) -> str:
 
 def test_each_program_is_run() -> None:
     """A new one needs a test below."""
-    assert [page for page, _ in blocks("python")] == [MONITORING, TRANSFORMERS]
+    assert [page for page, _ in blocks("python")] == [PREFIXES, MONITORING, TRANSFORMERS]
 
 
 def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:
@@ -48,6 +52,27 @@ def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:
             assert b'kvlink_active_leases{worker="monitored"} 0.0' in prometheus.generate_latest()
         finally:
             prometheus.REGISTRY.unregister(added)
+
+
+def test_a_prefix_is_found_and_pulled(capsys: pytest.CaptureFixture[str]) -> None:
+    control, coordinator = ControlThread.shared(), Coordinator()
+    address = control.run(coordinator.start())
+    layout = dense(Geometry(2, 1, 64, 8, model="llama at 1a2b"))
+    names: dict[str, Any] = {}
+    exec(program(PREFIXES), names)
+    with (
+        Worker(BlockPool.allocate(layout), "owner", transports="loopback", coordinator=address) as owner,
+        Worker(BlockPool.allocate(layout), "reader", transports="loopback", coordinator=address) as reader,
+    ):
+        owner.pool.numpy()[:] = 7
+        names["share"](owner, [5, 2, 3, 4])
+        assert eventually(lambda: names["fetch"](reader, [1, 0, 6, 7], PrefillRate(100.0))) == 64
+        assert reader.pool.numpy().reshape(4, 8, -1)[:, [1, 0, 6, 7]].min() == 7
+        assert names["fetch"](reader, [1, 0, 6, 7], PrefillRate(1e12)) == 0
+    control.run(coordinator.close())
+    pulled, computed = capsys.readouterr().out.splitlines()
+    assert pulled.startswith("pulls 64 tokens: pull ")
+    assert computed.startswith("computes 64 tokens: pull ")
 
 
 @pytest.mark.verify

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.example_tickets import SOFT, TICKET, tickets
 
 from kvlink.errors import ConfigError
-from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests
+from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests, digest_prefixes
 from kvlink.ticket import SHARED_SEAT, SIGNATURE_BYTES, LeaseSeat, Ticket, trace_in
 from kvlink.tracing.traceparent import NUM_BYTES
 
@@ -86,3 +86,38 @@ def test_only_the_one_seat_of_a_lease_is_shared() -> None:
         dataclasses.replace(SOFT, seats=SOFT.seats * 2)
     with pytest.raises(ConfigError, match="forged"):
         dataclasses.replace(SOFT, seats=(LeaseSeat(3, 1011, 2),))
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
+def test_prompts_have_the_digests_of_their_common_blocks_in_common(
+    a: list[int], b: list[int], size: int
+) -> None:
+    common = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    ours, theirs = digest_prefixes(a, size), digest_prefixes(b, size)
+    assert [x == y for x, y in zip(ours, theirs, strict=False)] == [
+        (at + 1) * size <= common for at in range(min(len(a), len(b)) // size)
+    ]
+
+
+def test_all_that_the_kv_depends_on_changes_every_digest() -> None:
+    ids = list(range(64))
+    plain = digest_prefixes(ids, 16)
+    assert len(plain) == 4
+    assert plain == digest_prefixes(tuple(ids), 16)
+    others = [
+        digest_prefixes(ids, 8),
+        digest_prefixes(ids, 16, salt="tenant"),
+        digest_prefixes(ids, 16, adapter="tenant"),
+        digest_prefixes(ids, 16, salt="ten", adapter="ant"),
+        digest_prefixes([0x100, *ids[1:]], 16),
+    ]
+    every = [digest for digests in (plain, *others) for digest in digests]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("wrong", [[-1], [2**64], ["a"], [1.5]])
+def test_what_is_no_token_id_has_no_digest(wrong: list[int]) -> None:
+    with pytest.raises(ConfigError, match="token ids must be integers"):
+        digest_prefixes(wrong, 1)
+    with pytest.raises(ConfigError, match="block_tokens must be 1 or more"):
+        digest_prefixes([1], 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvlink.control.codec import _calls as calls
 from kvlink.control.codec import _handoffs as handoffs
 from kvlink.control.codec import _overview as overview
+from kvlink.control.codec import _prefixes as prefixes
 from kvlink.control.codec import _records as records
 from kvlink.control.codec._cards import CARD
 from kvlink.control.codec._handoffs import BatchWriter
@@ -28,6 +29,8 @@ class CoordinatorCalls:
     CLAIM = Method(SERVICE, "Claim", handoffs.CLAIM, handoffs.TICKETS)
     SETTLE = Method(SERVICE, "Settle", handoffs.SETTLE, handoffs.SETTLE_PASSED_ON)
     HANDOFFS = Method(SERVICE, "Handoffs", handoffs.HANDOFF_BATCH, handoffs.HANDOFF_RESULTS)
+    PUBLISH_PREFIXES = Method(SERVICE, "PublishPrefixes", prefixes.PUBLISH, prefixes.PUBLISHED)
+    FIND_PREFIX = Method(SERVICE, "FindPrefix", prefixes.FIND, prefixes.FOUND)
     STATUS = Method(SERVICE, "Status", calls.ASK_STATUS, calls.STATUS)
     OVERVIEW = Method(SERVICE, "Overview", overview.ASK_OVERVIEW, overview.OVERVIEW)
 

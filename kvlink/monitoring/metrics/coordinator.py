@@ -33,6 +33,8 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
         ),
         "live_tickets": ("Tickets that are neither fully claimed nor expired.", status.tickets),
         "waiting_claims": ("Claims that wait for an offer.", status.waiting_claims),
+        "prefixes": ("Prefixes in the directory.", status.prefixes),
+        "prefix_bytes": ("Memory of the directory of prefixes, estimated.", status.prefix_bytes),
     }
     counters = {
         "joins": ("Joins, including those of workers that came back.", status.joined),
@@ -41,6 +43,11 @@ def _add_status(families: Families, status: CoordinatorStatus) -> None:
         "claims": ("Claims answered with tickets.", status.claimed),
         "expired_tickets": ("Tickets that were not claimed in time.", status.expired),
         "settle_orders": ("Settles forwarded for readers without a data path.", status.settle_orders),
+        "published_prefixes": ("Prefixes published, also those published again.", status.published_prefixes),
+        "evicted_prefixes": ("Prefixes forgotten because the directory was full.", status.evicted_prefixes),
+        "expired_prefixes": ("Prefixes forgotten because their time had passed.", status.expired_prefixes),
+        "prefix_lookups": ("Lookups in the directory of prefixes.", status.prefix_lookups),
+        "prefix_hits": ("Lookups that found a prefix of another worker.", status.prefix_hits),
     }
     for name, (meaning, value) in gauges.items():
         families.gauge(f"{_PREFIX}_{name}", meaning, value, {})

@@ -40,6 +40,7 @@ class WorkerCollector(Collector):
             _add_leases(families, stats)
             _add_phases(families, stats)
             _add_starts(families, stats)
+            _add_prefixes(families, stats)
             _add_ports(families, stats)
             for link in stats.links:
                 _add_link(families, link, stats.worker_id)
@@ -88,6 +89,17 @@ def _add_leases(families: Families, stats: WorkerStats) -> None:
         families.count(
             "kvlink_rejoins_total", "Times the worker rejoined a coordinator.", stats.rejoins, worker
         )
+
+
+def _add_prefixes(families: Families, stats: WorkerStats) -> None:
+    if stats.joined is None:
+        return
+    worker = {"worker": stats.worker_id}
+    published = "Prefixes that this worker has in the coordinator's directory."
+    families.gauge("kvlink_published_prefixes", published, stats.prefixes, worker)
+    for outcome in ("found", "none", "failed"):
+        number, lookups = stats.prefix_lookups.get(outcome, 0), "Lookups of prefixes in the directory."
+        families.count("kvlink_prefix_lookups_total", lookups, number, {**worker, "outcome": outcome})
 
 
 def _add_starts(families: Families, stats: WorkerStats) -> None:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of prefixes of a coordinator: over the wire, by tenant, within bounds, as workers come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from control.cards import make_card
+from control.certificates import Pki
+from coordinator.chains import prefix, query, shown
+from waiting import until
+
+from kvlink.control import CoordinatorClient
+from kvlink.control.limits import Limits
+from kvlink.control.prefix_values import Prefix, PrefixChanges
+from kvlink.control.refusal import NotJoined
+from kvlink.control.security import Role
+from kvlink.control.security.callers import Caller, set_caller
+from kvlink.control.values import CoordinatorStatus
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.prefix_service import PrefixService
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.coordinator.tenant_stores import TenantStores, stores
+from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.types import HostIdentity
+
+
+def of(worker_id: str, *prefixes: Prefix, epoch: int = 1, withdrawn: tuple[str, ...] = ()) -> PrefixChanges:
+    return PrefixChanges(worker_id, epoch, prefixes, withdrawn)
+
+
+async def test_a_prefix_goes_from_one_client_to_another(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    assert await client.find_prefix(query("abc")) == []
+    directory_id = await client.publish_prefixes(of("prefill", prefix("ab"), prefix("abcd")))
+    assert shown(await client.find_prefix(query("abcx"))) == [(3, "abcd")]
+    assert await client.publish_prefixes(of("prefill", withdrawn=("abcd",))) == directory_id != 0
+    assert shown(await client.find_prefix(query("abcx"))) == [(2, "ab")]
+    status = await client.status()
+    assert (status.prefixes, status.published_prefixes, status.prefix_lookups, status.prefix_hits) == (
+        1,
+        2,
+        3,
+        2,
+    )
+    assert 0 < status.prefix_bytes < 5_000
+
+
+async def test_only_a_joined_worker_publishes(client: CoordinatorClient) -> None:
+    with pytest.raises(NotJoined, match="'prefill' is not joined"):
+        await client.publish_prefixes(of("prefill", prefix("ab")))
+    await client.join(make_card())
+    with pytest.raises(UnknownRequest, match="for epoch 2, and epoch 1 is running"):
+        await client.publish_prefixes(of("prefill", prefix("ab"), epoch=2))
+    assert await client.publish_prefixes(of("prefill")) == await client.publish_prefixes(of("prefill"))
+
+
+async def test_a_prefix_ends_with_its_workers_membership(client: CoordinatorClient) -> None:
+    for worker_id, prompt in (("leaves", "a"), ("restarts", "b"), ("stays", "c")):
+        await client.join(make_card(worker_id))
+        await client.publish_prefixes(of(worker_id, prefix(prompt)))
+
+    async def found() -> str:
+        return "".join([prompt for prompt in "abc" if await client.find_prefix(query(prompt))])
+
+    assert await found() == "abc"
+    await client.leave("leaves", 1)
+    await until(lambda: _equals(found, "bc"))
+    await client.join(make_card("restarts", epoch=9, process=9))
+    await until(lambda: _equals(found, "c"))
+    await client.publish_prefixes(of("restarts", prefix("b"), epoch=9))
+    assert await found() == "bc"
+
+
+async def _equals(found: object, expected: str) -> bool:
+    return await found() == expected  # type: ignore[operator,no-any-return]
+
+
+async def test_servers_on_the_readers_host_come_first(client: CoordinatorClient) -> None:
+    for worker_id, boot_id in (("far", "x"), ("far-2", "x"), ("near", "y"), ("reader", "y")):
+        host = HostIdentity(boot_id, 1, 2, 3, 4)
+        await client.join(replace(make_card(worker_id, agent=f"127.0.0.1:{len(worker_id)}"), host=host))
+        await client.publish_prefixes(of(worker_id, prefix("ab", worker_id)))
+    for _ in range(3):
+        (best,) = await client.find_prefix(query("ab", worker_id="reader"))
+        assert best.tickets[0] == b"ticket of ab near rank 0"
+    names = [each.tickets[0] for each in await client.find_prefix(query("ab", most=9, worker_id="stranger"))]
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"keys": b""}, "number of keys is 0"),
+        ({"keys": bytes(9)}, "these 9 bytes are no multiple"),
+        ({"keys": bytes(8 * 65_537)}, "number of keys.* is 65537"),
+        ({"scope": bytes(15)}, "bytes of the scope is 15"),
+        ({"tokens_per_key": 0}, "tokens_per_key"),
+        ({"ticket": b""}, "bytes of the ticket is 0"),
+        ({"ticket": bytes((4 << 20) + 1)}, "bytes of the ticket"),
+        ({"rank": 2, "num_ranks": 2}, "rank 2 of 2"),
+        ({"ttl_s": 86_401.0}, "ttl_s"),
+        ({"request_id": ""}, "request_id has 0 bytes"),
+    ],
+)
+async def test_what_exceeds_a_bound_is_refused(
+    client: CoordinatorClient, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await client.publish_prefixes(of("prefill", prefix("ab")._replace(**changes)))  # type: ignore[arg-type]
+
+
+async def test_a_lookup_is_bounded(client: CoordinatorClient) -> None:
+    with pytest.raises(ConfigError, match="most is 17"):
+        await client.find_prefix(query("ab", most=17))
+    many = [prefix("ab", str(each))._replace(keys=bytes(8 * 300)) for each in range(256)]
+    with pytest.raises(ConfigError, match="number of keys of all prefixes"):
+        await client.publish_prefixes(of("prefill", *many))
+
+
+async def test_tenants_do_not_find_each_others_prefixes(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    security = pki.coordinator()
+    coordinator = Coordinator(stores(lambda tenant: MemoryStore(), security), security=security)
+    await coordinator.start()
+    async with (
+        CoordinatorClient(coordinator.address, security=pki.worker("acme")) as acme,
+        CoordinatorClient(coordinator.address, security=pki.worker("other")) as other,
+    ):
+        for client, prompt in ((acme, "ab"), (other, "abc")):
+            await client.join(make_card())
+            await client.publish_prefixes(of("prefill", prefix(prompt)))
+        assert shown(await acme.find_prefix(query("abc"))) == [(2, "ab")]
+        assert shown(await other.find_prefix(query("abc"))) == [(3, "abc")]
+        await acme.publish_prefixes(of("prefill", withdrawn=("abc",)))
+        assert shown(await other.find_prefix(query("abc"))) == [(3, "abc")]
+        await other.leave("prefill", 1)
+        assert shown(await acme.find_prefix(query("abc"))) == [(2, "ab")]
+        assert (await acme.status()).prefixes == 1
+    assert (await coordinator.status()).published_prefixes == 2
+    await coordinator.close()
+
+
+class Bounded:
+    """A service of several tenants whose time is a value."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.now = 0.0
+        self.service = PrefixService(TenantStores(lambda tenant: MemoryStore()), limits, lambda: self.now)
+
+    async def publish(self, tenant: str, *prefixes: Prefix) -> None:
+        set_caller(Caller(tenant))
+        await self.service._store.join(make_card(), rejoin=False)
+        await self.service.publish(of("prefill", *prefixes))
+
+    async def found(self, tenant: str, prompts: str) -> str:
+        set_caller(Caller(tenant))
+        return "".join([each for each in prompts if await self.service.find(query(each))])
+
+    def counted(self) -> CoordinatorStatus:
+        set_caller(Caller("*", Role.OBSERVER))
+        return self.service.counted(CoordinatorStatus())
+
+
+async def test_the_oldest_prefix_of_the_largest_tenant_makes_room() -> None:
+    bounded = Bounded(Limits(prefixes=6))
+    await bounded.publish("small", prefix("a"), prefix("b"))
+    for prompt in "abcdefgh":
+        await bounded.publish("large", prefix(prompt))
+    assert await bounded.found("small", "ab") == "ab"
+    assert await bounded.found("large", "abcdefgh") == "efgh"
+    status = bounded.counted()
+    assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (6, 4, 10)
+    await bounded.service.close()
+
+
+async def test_its_memory_is_bounded() -> None:
+    bounded = Bounded(Limits(prefix_bytes=100_000))
+    for number in range(50):
+        await bounded.publish("acme", prefix("a" * 20, str(number))._replace(ticket=bytes(2_000)))
+    assert 80_000 < bounded.counted().prefix_bytes <= 100_000
+    await bounded.publish("acme", prefix("x")._replace(ticket=bytes(200_000)))
+    assert bounded.counted().prefixes == 0, "what is larger than the directory is not kept"
+    await bounded.service.close()
+
+
+async def test_a_prefix_expires_by_the_coordinators_clock() -> None:
+    bounded = Bounded(Limits())
+    await bounded.publish("acme", prefix("a", ttl_s=5.0), prefix("b", ttl_s=50.0))
+    bounded.now = 5.0
+    assert await bounded.found("acme", "ab") == "b"
+    bounded.now = 50.0
+    status = bounded.counted()
+    assert (status.prefixes, status.expired_prefixes, status.prefix_bytes) == (0, 2, 0)
+    await bounded.service.close()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one tenant: the longest prefix is found, and nothing that was withdrawn, expired or evicted."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from array import array
+
+from coordinator.chains import SCOPE, STEP, keys, prefix, query
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlink.control.prefix_values import Prefix
+from kvlink.coordinator.prefix_directory import PrefixDirectory
+
+
+def found(directory: PrefixDirectory, prompt: str, **options: object) -> list[tuple[str, int]]:
+    """(worker id, number of keys) of each server."""
+    asked = query(prompt, **options)  # type: ignore[arg-type]
+    return [(worker, each.num_keys) for worker, each in directory.find(asked, asked.most)]
+
+
+def test_the_longest_prefix_is_found() -> None:
+    directory = PrefixDirectory()
+    for number, prompt in enumerate(("abc", "abcde", "abx", "q")):
+        directory.publish(f"w{number}", 1, prefix(prompt), 0.0)
+    assert found(directory, "abcdefg") == [("w1", 5)]
+    assert found(directory, "abcd") == [("w1", 4)]
+    assert found(directory, "abxyz") == [("w2", 3)]
+    assert found(directory, "abq", most=9) == [("w0", 2), ("w1", 2), ("w2", 2)]
+    assert found(directory, "xabc") == found(directory, "b") == []
+    assert (directory.num_lookups, directory.num_hits) == (6, 4)
+
+
+def test_what_the_reader_has_itself_is_not_found() -> None:
+    directory = PrefixDirectory()
+    directory.publish("other", 1, prefix("abc"), 0.0)
+    directory.publish("reader", 1, prefix("abcde"), 0.0)
+    assert found(directory, "abcde", worker_id="reader") == [("other", 3)]
+    assert found(directory, "abcde", worker_id="reader", more_than=3) == []
+    assert found(directory, "abcde", more_than=4) == [("reader", 5)]
+    assert found(directory, "abcde", more_than=5) == found(directory, "abcde", more_than=2**32 - 1) == []
+
+
+def test_servers_with_the_same_prefix_take_turns() -> None:
+    directory = PrefixDirectory()
+    for worker in ("a", "b", "c"):
+        directory.publish(worker, 1, prefix("xyz"), 0.0)
+    first = [found(directory, "xyz", worker_id="b")[0][0] for _ in range(4)]
+    assert first == ["a", "c", "a", "c"]
+
+
+def test_scopes_and_steps_are_apart() -> None:
+    directory = PrefixDirectory()
+    directory.publish("w", 1, prefix("abc"), 0.0)
+    for other in ({"scope": bytes([1]) * 16}, {"tokens_per_key": 32}):
+        assert directory.find(query("abc")._replace(**other), 1) == []  # type: ignore[arg-type]
+    assert directory.find(query("abc"), 1)
+
+
+def test_a_server_of_several_ranks_is_found_once_all_have_published() -> None:
+    directory = PrefixDirectory()
+    for rank in (2, 0, 2):
+        directory.publish(f"rank-{rank}", 1, prefix("abc", "mine", rank, 3), 0.0)
+        assert found(directory, "abc") == []
+    directory.publish("rank-1", 1, prefix("abc", "mine", 1, 3), 0.0)
+    ((worker, copy),) = directory.find(query("abcd"), 1)
+    assert (worker, [ticket[-6:] for ticket in copy.tickets]) == ("rank-0", [b"rank 0", b"rank 1", b"rank 2"])
+    directory.drop_worker("rank-1", 1)
+    assert found(directory, "abc") == []
+    assert (len(directory), directory.num_bytes) == (0, 0)
+
+
+def test_another_prefix_of_the_same_name_replaces_the_first() -> None:
+    directory = PrefixDirectory()
+    directory.publish("w", 1, prefix("abc", "turn"), 0.0)
+    directory.publish("w", 1, prefix("xy", "turn"), 0.0)
+    directory.publish("v", 1, prefix("xy", "turn"), 0.0)
+    assert found(directory, "abc") == []
+    assert found(directory, "xy", most=2) == [("w", 2), ("v", 2)]
+    directory.withdraw("v", "turn")
+    directory.withdraw("v", "turn")
+    directory.withdraw("stranger", "turn")
+    assert found(directory, "xy", most=2) == [("w", 2)]
+
+
+def test_a_rank_of_another_server_does_not_join_in() -> None:
+    """Two servers used one name: the last ticket of a rank counts, and the first worker no longer has a part."""
+    directory = PrefixDirectory()
+    directory.publish("a0", 1, prefix("abc", "same", 0, 2), 0.0)
+    directory.publish("b0", 1, prefix("abc", "same", 0, 2), 0.0)
+    directory.withdraw("a0", "same")
+    directory.publish("b1", 1, prefix("abc", "same", 1, 2), 0.0)
+    assert found(directory, "abc") == [("b0", 3)]
+    directory.drop_worker("a0", 1)
+    assert found(directory, "abc") == [("b0", 3)]
+
+
+def test_it_ends_with_its_time_or_its_worker() -> None:
+    directory = PrefixDirectory()
+    directory.publish("w", 1, prefix("ab", ttl_s=5.0), 0.0)
+    directory.publish("w", 1, prefix("ab", ttl_s=5.0), 3.0)
+    directory.publish("v", 7, prefix("xy", ttl_s=50.0), 0.0)
+    directory.expire(7.9)
+    assert found(directory, "ab") == [("w", 2)]
+    directory.expire(8.0)
+    assert (found(directory, "ab"), directory.num_expired) == ([], 1)
+    directory.drop_worker("v", 6)
+    assert found(directory, "xy") == [("v", 2)]
+    directory.keep_only({("v", 7)})
+    assert found(directory, "xy") == [("v", 2)]
+    directory.keep_only({("v", 8), ("w", 1)})
+    assert found(directory, "xy") == []
+
+
+def test_the_oldest_is_evicted_first() -> None:
+    directory = PrefixDirectory()
+    for prompt in ("a", "b", "c", "a"):
+        directory.publish("w", 1, prefix(prompt), 0.0)
+    directory.evict_oldest()
+    assert [prompt for prompt in "abc" if found(directory, prompt)] == ["a", "c"]
+    assert directory.num_evicted == 1
+
+
+PROMPTS = st.text("ab", min_size=1, max_size=6)
+WORKERS = st.sampled_from(["u", "v", "w"])
+PUBLISH = st.tuples(st.just("publish"), WORKERS, PROMPTS, st.integers(1, 9))
+WITHDRAW = st.tuples(st.just("withdraw"), WORKERS, PROMPTS, st.just(0))
+GONE = st.tuples(st.just("gone"), WORKERS, st.just(""), st.just(0))
+EVICT = st.tuples(st.just("evict"), st.just(""), st.just(""), st.just(0))
+
+
+@settings(max_examples=150)
+@given(st.lists(PUBLISH | WITHDRAW | GONE | EVICT, max_size=40), PROMPTS, WORKERS, st.integers(0, 3))
+def test_it_finds_what_a_search_through_all_finds(
+    steps: list[tuple[str, str, str, int]], asked: str, reader: str, more_than: int
+) -> None:
+    directory = PrefixDirectory()
+    known: dict[tuple[str, str], float] = {}  # oldest first
+    for at, (what, worker, prompt, ttl_s) in enumerate(steps):
+        directory.expire(at)
+        known = {key: due for key, due in known.items() if due > at}
+        if what == "publish":
+            directory.publish(worker, 1, prefix(prompt, ttl_s=ttl_s), at)
+            known.pop((worker, prompt), None)
+            known[worker, prompt] = at + ttl_s
+        elif what == "withdraw":
+            directory.withdraw(worker, prompt)
+            known.pop((worker, prompt), None)
+        elif what == "gone":
+            directory.drop_worker(worker, 1)
+            known = {key: due for key, due in known.items() if key[0] != worker}
+        elif known:
+            directory.evict_oldest()
+            del known[next(iter(known))]
+    assert len(directory) == len(known)
+    lengths = {key: _common(key[1], asked) for key in known if key[0] != reader}
+    longest = max(lengths.values(), default=0)
+    best = {worker for (worker, _), length in lengths.items() if length == longest > more_than}
+    answer = found(directory, asked, worker_id=reader, more_than=more_than, most=16)
+    assert {worker for worker, _ in answer} == best
+    assert {length for _, length in answer} <= {longest}
+    directory.keep_only(set())
+    assert (len(directory), directory.num_bytes, directory._indexes, directory._of_worker) == (0, 0, {}, {})
+
+
+def _common(a: str, b: str) -> int:
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _many(number: int, shared: int, by: int) -> list[Prefix]:
+    """Prefixes of 500 keys each. Groups of `by` have the first ones in common."""
+    published = []
+    for each in range(number):
+        common, own = each // by << 20, (each + 1) << 40
+        numbers = [*range(common, common + shared), *range(own, own + 500 - shared)]
+        content = array("Q", numbers).tobytes()
+        published.append(Prefix(str(each), 60.0, 0, 1, SCOPE, STEP, content, bytes(3_000)))
+    return published
+
+
+def test_it_takes_no_more_memory_than_it_counts() -> None:
+    for shared, by in ((0, 1), (500, 2), (250, 3), (500, 40)):
+        published = _many(40, shared, by)
+        gc.collect()
+        tracemalloc.start()
+        directory = PrefixDirectory()
+        for number, each in enumerate(published):
+            directory.publish(f"worker-{number}", 1, each, 0.0)
+        measured = tracemalloc.get_traced_memory()[0] + 40 * 3_000  # the tickets were there before
+        tracemalloc.stop()
+        assert measured < directory.num_bytes < 5 * measured, (shared, measured, directory.num_bytes)
+
+
+def test_a_lookup_looks_at_few_keys() -> None:
+    directory = PrefixDirectory()
+    directory.publish("w", 1, prefix("a" * 60), 0.0)
+
+    class Counted(dict):  # type: ignore[type-arg]
+        num_reads = 0
+
+        def __contains__(self, key: object) -> bool:
+            self.num_reads += 1
+            return super().__contains__(key)
+
+    counted = directory._indexes[SCOPE, STEP] = Counted(directory._indexes[SCOPE, STEP])
+    assert found(directory, "a" * 40 + "b" * 900) == [("w", 40)]
+    assert counted.num_reads <= 11
+    assert keys("ab")[:8] == keys("a")

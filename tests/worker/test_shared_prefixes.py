@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that workers find in each other's caches: bytes are equal, and what was evicted or differs is not used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+from worker.soft_server import LAYOUT, blocks_of
+
+from kvlink import BlockPool, Worker, WorkerConfig
+from kvlink.background import ControlThread
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.errors import ConfigError, CoordinatorUnavailable, StaleBlocks, StaleReason
+from kvlink.layout import KVLayout
+from kvlink.layout.scope import cache_scope
+from kvlink.worker.prefixes import SharedPrefix
+
+NAMED = dataclasses.replace(LAYOUT, model="llama at 1a2b")
+BLOCKS, HERE = [9, 3, 30, 4], [1, 8, 2, 40]
+PROMPT = [bytes([number]) * 16 for number in range(4)]
+OTHER = [bytes([number]) * 16 for number in range(4, 8)]
+ALIKE = [digest[:8] + b"differs!" for digest in PROMPT]
+
+
+class Fleet:
+    def __init__(self, opened: ExitStack) -> None:
+        self._opened = opened
+        self.store = MemoryStore()
+        self.coordinator = self.start()
+
+    def start(self, port: int = 0) -> Coordinator:
+        control = ControlThread.shared()
+
+        async def start() -> Coordinator:
+            coordinator = Coordinator(self.store)
+            await coordinator.start(port=port)
+            return coordinator
+
+        coordinator = control.run(start())
+        self._opened.callback(lambda: control.run(coordinator.close()))
+        return coordinator
+
+    def worker(self, name: str, layout: KVLayout = NAMED, **options: object) -> Worker:
+        options = {"coordinator": self.coordinator.address, **options}
+        config = WorkerConfig(transports="loopback", **options)  # type: ignore[arg-type]
+        return self._opened.enter_context(Worker(BlockPool.allocate(layout), name, config=config))
+
+    def find(self, reader: Worker, digests: list[bytes], **options: object) -> list[SharedPrefix]:
+        return reader.find_prefix(digests, tokens_per_digest=4, **options).result(20)  # type: ignore[arg-type]
+
+    def found(self, reader: Worker, digests: list[bytes], **options: object) -> list[SharedPrefix]:
+        """Waits until it is found: publishing does not block."""
+        return eventually(lambda: self.find(reader, digests, **options))
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def fleet(opened: ExitStack) -> Fleet:
+    return Fleet(opened)
+
+
+def test_a_peer_pulls_the_prefix_that_it_has_in_common(fleet: Fleet) -> None:
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    for at, block in enumerate(BLOCKS):
+        blocks_of(owner)[:, block] = at + 1
+    blocks_of(reader)[:] = 0xEE
+    owner.publish_prefix(owner.offer_soft("system prompt", BLOCKS, digests=PROMPT))
+    (found,) = fleet.found(reader, [*PROMPT[:3], b"another question", b"and more of it.."], own_tokens=4)
+    assert found.num_tokens == 12
+    assert "seat" not in repr(found)
+    assert str(found) == "SharedPrefix(12 tokens on owner)"
+    reader.pull(list(found.tickets), HERE[:3], tokens=(4, found.num_tokens)).wait()
+    assert [int(blocks_of(reader)[0, block].max()) for block in HERE] == [0xEE, 2, 3, 0xEE]
+    assert fleet.find(reader, PROMPT, own_tokens=16) == []
+    assert fleet.find(reader, OTHER) == []
+    stats = reader.stats()
+    assert stats.prefix_lookups["found"] == 1
+    assert stats.prefix_lookups["none"] >= 1
+    assert owner.stats().prefixes == 1
+
+
+def test_what_was_evicted_is_withdrawn_and_until_then_stale(fleet: Fleet) -> None:
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    owner.publish_prefix(owner.offer_soft("turn", BLOCKS, digests=PROMPT))
+    (found,) = fleet.found(reader, PROMPT)
+    owner.revoke([30])
+    with pytest.raises(StaleBlocks) as stale:
+        reader.pull(list(found.tickets), HERE, tokens=(0, 16)).wait()
+    assert stale.value.why is StaleReason.EVICTED
+    owner.publish_prefix(owner.offer_soft("other", [50], digests=OTHER[:1]))  # wakes the publisher
+    eventually(lambda: not fleet.find(reader, PROMPT))
+    assert fleet.found(reader, OTHER)
+
+
+def test_a_directory_that_names_another_prompt_is_not_believed(fleet: Fleet) -> None:
+    """Digests that agree in their first 8 bytes only, as those of a faulty directory would."""
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    (found,) = fleet.found(reader, [PROMPT[0], *ALIKE[1:]])
+    assert found.num_tokens == 4
+    assert fleet.find(reader, ALIKE) == []
+
+
+@pytest.mark.parametrize("field", ["model", "dtype"])
+def test_caches_of_other_models_are_not_found(fleet: Fleet, field: str) -> None:
+    owner, reader = (
+        fleet.worker("owner"),
+        fleet.worker("reader", dataclasses.replace(NAMED, **{field: "other"})),
+    )
+    same = fleet.worker("same")
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    assert fleet.found(same, PROMPT)
+    assert fleet.find(reader, PROMPT) == []
+
+
+def test_the_scope_is_that_of_the_model_and_not_of_the_server() -> None:
+    scope = cache_scope([NAMED])
+    fewer = dataclasses.replace(NAMED, num_blocks=32)
+    assert cache_scope([fewer]) == scope
+    half = dataclasses.replace(NAMED, num_heads=1, tp_size=2, tp_rank=1, first_head=1)
+    assert cache_scope([half]) == scope
+    for other in (
+        dataclasses.replace(NAMED, model="another"),
+        dataclasses.replace(NAMED, dtype="float8"),
+        dataclasses.replace(NAMED, row_bytes=8),
+        dataclasses.replace(NAMED, planes=NAMED.planes[:2]),
+    ):
+        assert cache_scope([other]) != scope
+    assert cache_scope([NAMED, NAMED]) != scope
+    with pytest.raises(ConfigError, match="names no model"):
+        cache_scope([LAYOUT])
+
+
+def test_a_ticket_of_another_tenant_is_not_used(fleet: Fleet, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 32)
+    owner = fleet.worker("owner", ticket_keys=str(tmp_path / "a"))
+    friend = fleet.worker("friend", ticket_keys=str(tmp_path / "a"))
+    stranger = fleet.worker("stranger", ticket_keys=str(tmp_path / "b"))
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    assert fleet.found(friend, PROMPT)
+    assert fleet.find(stranger, PROMPT) == []
+
+
+def test_a_withdrawn_prefix_is_not_found_and_its_offer_goes_on(fleet: Fleet) -> None:
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    ticket = owner.offer_soft("prompt", BLOCKS, digests=PROMPT)
+    owner.publish_prefix(ticket)
+    assert fleet.found(reader, PROMPT)
+    owner.withdraw_prefix("prompt")
+    eventually(lambda: not fleet.find(reader, PROMPT))
+    reader.pull(ticket, HERE).wait()
+    owner.withdraw_prefix("prompt")
+
+
+def test_a_prefix_ends_with_its_worker(fleet: Fleet) -> None:
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    assert fleet.found(reader, PROMPT)
+    owner.close()
+    eventually(lambda: not fleet.find(reader, PROMPT))
+
+
+def test_each_of_several_coordinators_knows_the_prefix(fleet: Fleet) -> None:
+    """They share a store, as they do on etcd, and each has a directory of its own."""
+    other = fleet.start()
+    owner = fleet.worker("owner", coordinator=f"{fleet.coordinator.address},{other.address}")
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    for coordinator in (fleet.coordinator, other):
+        reader = fleet.worker(f"reader at {coordinator.address}", coordinator=coordinator.address)
+        assert fleet.found(reader, PROMPT)
+    assert owner.stats().prefixes == 1
+
+
+@pytest.mark.verify
+def test_a_coordinator_that_restarts_gets_all_prefixes_again(fleet: Fleet) -> None:
+    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
+    assert fleet.found(reader, PROMPT)
+    port = int(fleet.coordinator.address.rpartition(":")[2])
+    ControlThread.shared().run(fleet.coordinator.close())
+    with pytest.raises(CoordinatorUnavailable):
+        fleet.find(reader, PROMPT)
+    fleet.store = MemoryStore()
+    fleet.start(port)
+
+    def found() -> bool:
+        try:
+            return bool(fleet.find(reader, PROMPT))
+        except CoordinatorUnavailable:
+            return False
+
+    assert eventually(found)
+
+
+def test_what_cannot_be_published_is_refused(fleet: Fleet) -> None:
+    owner, other = fleet.worker("owner"), fleet.worker("other")
+    soft = owner.offer_soft("prompt", BLOCKS, digests=PROMPT)
+    alone = Worker(BlockPool.allocate(NAMED), "alone", config=WorkerConfig(transports="loopback"))
+    nameless = fleet.worker("nameless", LAYOUT)
+    for worker, ticket, says in (
+        (owner, owner.offer("pinned", [50]), "needs a ticket of offer_soft with digests"),
+        (owner, owner.offer_soft("plain", [51]), "needs a ticket of offer_soft with digests"),
+        (other, soft, "the ticket is of owner"),
+        (alone, soft, "needs a coordinator"),
+        (nameless, nameless.offer_soft("prompt", BLOCKS, digests=PROMPT), "names no model"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            worker.publish_prefix(ticket)
+    with pytest.raises(ConfigError, match="ttl_s must be in"):
+        owner.publish_prefix(soft, ttl_s=0.0)
+    with pytest.raises(ConfigError, match="needs a coordinator"):
+        alone.find_prefix(PROMPT, tokens_per_digest=4)
+    with pytest.raises(ConfigError, match="names no model"):
+        nameless.find_prefix(PROMPT, tokens_per_digest=4)
+    with pytest.raises(ConfigError, match="8 bytes or more"):
+        owner.find_prefix([b"short"], tokens_per_digest=4)
+    for wrong in ({"tokens_per_digest": 0}, {"own_tokens": -1}, {"most": 17}):
+        with pytest.raises(ConfigError, match="finding a prefix"):
+            owner.find_prefix(PROMPT, **{"tokens_per_digest": 4, **wrong})
+    alone.close()
