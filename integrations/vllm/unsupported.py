@@ -37,7 +37,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def check_bidirectional(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError if this server cannot offer its answers to later turns, or pull those of others."""
-    transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.transfer_groups
+    transfer, groups = vllm_config.kv_transfer_config, kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
     if not vllm_config.cache_config.enable_prefix_caching:
         why = "it offers blocks of the prefix cache; remove --no-enable-prefix-caching"

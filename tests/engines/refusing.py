@@ -69,6 +69,35 @@ def _with_mla_and_drafts(config: Any, caches: Any) -> None:
     config.scheduler_config.enable_chunked_prefill = False
 
 
+def _bidirectional(config: Any, caches: Any) -> None:
+    config.kv_transfer_config.kv_connector_extra_config["bidirectional"] = True
+
+
+def _bidirectional_without_prefix_caching(config: Any, caches: Any) -> None:
+    _bidirectional(config, caches)
+    config.cache_config.enable_prefix_caching = False
+
+
+def _bidirectional_producer(config: Any, caches: Any) -> None:
+    _bidirectional(config, caches)
+    config.kv_transfer_config.kv_role = "kv_producer"
+
+
+def _bidirectional_that_fails(config: Any, caches: Any) -> None:
+    _bidirectional(config, caches)
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+
+
+def _bidirectional_with_windows(config: Any, caches: Any) -> None:
+    _bidirectional(config, caches)
+    caches.kv_cache_groups += caches_of(windows=True).kv_cache_groups[1:]
+
+
+def _bidirectional_with_states(config: Any, caches: Any) -> None:
+    _bidirectional(config, caches)
+    _with_states(config, caches)
+
+
 def _as_it_is(config: Any, caches: Any) -> None:
     pass
 
@@ -96,5 +125,11 @@ if __name__ == "__main__":
         _with_numbered_images,
         _with_scales_of_tokens,
         _with_mla_and_drafts,
+        _bidirectional,
+        _bidirectional_without_prefix_caching,
+        _bidirectional_producer,
+        _bidirectional_that_fails,
+        _bidirectional_with_windows,
+        _bidirectional_with_states,
     )
     print(json.dumps({change.__name__.strip("_"): refusal_of(sys.argv[1], change) for change in changes}))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +38,13 @@ HEADS, HEAD_SIZE = 4, 64
 
 
 class Side:
-    """One server, stepped by hand."""
+    """One server, stepped by hand. `extra` is more for kv_connector_extra_config."""
 
-    def __init__(self, model: str, coordinator: str, scenario: str) -> None:
-        config = config_of(model, coordinator, _lease_s(scenario))
-        self.caches = caches_of(scenario == "windows")
+    def __init__(
+        self, model: str, coordinator: str, scenario: str, num_blocks: int = NUM_BLOCKS, **extra: Any
+    ) -> None:
+        config = config_of(model, coordinator, _lease_s(scenario), num_blocks, **extra)
+        self.caches = caches_of(scenario == "windows", num_blocks)
         self.scheduler = Scheduler(
             config,
             self.caches,
@@ -50,7 +54,7 @@ class Side:
             log_stats=True,
         )
         # The groups lie upon each other: a block belongs to one at a time.
-        layers = [torch.zeros(NUM_BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE) for _ in range(2)]
+        layers = [torch.zeros(num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE) for _ in range(2)]
         self.tensors = {
             name: layers[layer]
             for group in self.caches.kv_cache_groups
@@ -60,33 +64,41 @@ class Side:
         self.worker.register_kv_caches(self.tensors)
         self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.answers: dict[str, Any] = {}
+        self.turns: Counter[str] = Counter()
+        """What the worker said of answers of earlier turns."""
 
-    def add(self, name: str, params: dict[str, Any]) -> Request:
-        """Asks for one token."""
-        sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={"kv_transfer_params": params})
+    def add(self, name: str, params: dict[str, Any], tokens: list[int] = PROMPT, num_new: int = 1) -> Request:
+        """Asks for some tokens."""
+        sampling = SamplingParams(
+            max_tokens=num_new, temperature=0, extra_args={"kv_transfer_params": params}
+        )
         hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        request = Request(name, PROMPT, sampling, None, block_hasher=hasher)
+        request = Request(name, tokens, sampling, None, block_hasher=hasher)
         self.scheduler.add_request(request)
         return request
 
     def step(self) -> None:
         """As the engine makes it, with the worker's hooks in vLLM's order."""
         output = self.scheduler.schedule()
+        self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         sampled = []
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             self._compute(name, range(request.num_computed_tokens - count, request.num_computed_tokens))
-            sampled.append([5] if request.num_computed_tokens >= request.num_tokens else [])
+            computed = request.num_computed_tokens >= request.num_tokens
+            sampled.append([sampled_after(request.all_token_ids)] if computed else [])
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
+        stats = self.worker.get_kv_connector_stats()
+        self.turns.update(stats.data["turns"] if stats is not None else {})
         reported = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=set(),
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_connector_stats=stats,
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
@@ -106,7 +118,9 @@ class Side:
         """By cache group."""
         return tuple(map(list, self.scheduler.kv_cache_manager.get_block_ids(name)))
 
-    def right(self, blocks: tuple[list[int], ...], positions: range) -> dict[str, int]:
+    def right(
+        self, blocks: tuple[list[int], ...], positions: range, tokens: Sequence[int] = PROMPT
+    ) -> dict[str, int]:
         """By layer, how many of the tokens have blocks; raises when one of these is not what was computed."""
         counts = {}
         for group, ids in zip(self.caches.kv_cache_groups, blocks, strict=True):
@@ -114,7 +128,7 @@ class Side:
                 held = [at for at in positions if ids[at // BLOCK_TOKENS]]
                 for at in held:
                     token = self.tensors[name][ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS]
-                    assert bool((token == _value(PROMPT[at], at, name, layer)).all()), (name, at)
+                    assert bool((token == _value(tokens[at], at, name, layer)).all()), (name, at)
                 counts[name] = len(held)
         return counts
 
@@ -126,7 +140,7 @@ class Side:
     def left(self) -> list[int]:
         """Blocks in use, and requests."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return [NUM_BLOCKS - 1 - free, len(self.scheduler.requests)]
+        return [self.caches.num_blocks - 1 - free, len(self.scheduler.requests)]
 
     def _compute(self, name: str, positions: range) -> None:
         request, blocks = self.scheduler.requests[name], self.blocks(name)
@@ -137,12 +151,17 @@ class Side:
                     self.tensors[cache][ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS] = value
 
 
+def sampled_after(tokens: Sequence[int]) -> int:
+    """Returns the next token, which depends on all before."""
+    return zlib.crc32(str(list(tokens)).encode()) % 500
+
+
 def _lease_s(scenario: str) -> int:
     """Nobody comes for what is handed off after a preemption. Else no lease ends by itself while this runs."""
     return 2 if scenario == "preempted" else 600
 
 
-def config_of(model: str, coordinator: str, lease_s: int) -> Any:
+def config_of(model: str, coordinator: str, lease_s: int, num_blocks: int = NUM_BLOCKS, **extra: Any) -> Any:
     transfer = {
         "kv_connector": "KVLinkConnector",
         "kv_role": "kv_both",
@@ -152,6 +171,7 @@ def config_of(model: str, coordinator: str, lease_s: int) -> Any:
             "streaming_from_tokens": 0,
             "transports": "loopback",
             "lease_s": lease_s,
+            **extra,
         },
     }
     config = EngineArgs(
@@ -163,11 +183,11 @@ def config_of(model: str, coordinator: str, lease_s: int) -> Any:
         max_num_seqs=8,
         kv_transfer_config=transfer,
     ).create_engine_config()
-    config.cache_config.num_gpu_blocks, config.cache_config.block_size = NUM_BLOCKS, BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks, config.cache_config.block_size = num_blocks, BLOCK_TOKENS
     return config
 
 
-def caches_of(windows: bool) -> KVCacheConfig:
+def caches_of(windows: bool, num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
     shape = {
         "block_size": BLOCK_TOKENS,
         "num_kv_heads": HEADS,
@@ -179,7 +199,7 @@ def caches_of(windows: bool) -> KVCacheConfig:
         spec = SlidingWindowSpec(**shape, sliding_window=WINDOW)
         groups.append(KVCacheGroupSpec(["window.0", "window.1"], spec))
     return KVCacheConfig(
-        num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK_TOKENS
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK_TOKENS
     )
 
 

@@ -37,7 +37,7 @@ def test_between_two_chunks(scenario: str, announced: str | None, loaded: dict[s
 def test_what_cannot_be_served_is_refused_at_the_start() -> None:
     """By the name of the setting, or of the layer."""
     output = said_by("refusing.py")
-    assert output.pop("as_it_is") == ""
+    assert (output.pop("as_it_is"), output.pop("bidirectional")) == ("", "")
     named = {
         "in_two_stages": "pipeline_parallel_size=2",
         "contexts_shared": "decode_context_parallel_size=2",
@@ -48,8 +48,20 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "with_scales_of_tokens": "--kv-cache-dtype int8_per_token_head",
         "with_mla_and_drafts": "--speculative-config with vLLM's backend CPU_MLA",
         "with_numbered_images": "--mm-processor-cache-gb 0",
+        "bidirectional_without_prefix_caching": "--no-enable-prefix-caching",
+        "bidirectional_producer": "kv_role",
+        "bidirectional_that_fails": "kv_load_failure_policy",
+        "bidirectional_with_windows": "SlidingWindowSpec",
+        "bidirectional_with_states": "MambaSpec",
     }
     assert {what for what, name in named.items() if name in output[what]} == set(output)
+
+
+def test_chats_in_pools_that_evict_all_the_time() -> None:
+    """Whatever a step reads is right, and nothing is left in use."""
+    output = said_by("chatting.py")
+    assert output["left"] == [[0, 0], [0, 0]]
+    assert all(output["turns"][result] >= 5 for result in ("loaded", "evicted")), output
 
 
 def said_by(script: str, *arguments: str) -> dict[str, Any]:
