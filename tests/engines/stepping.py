@@ -65,7 +65,7 @@ class Side:
         self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.answers: dict[str, Any] = {}
         self.turns: Counter[str] = Counter()
-        """What the worker said of answers of earlier turns."""
+        """The results of pulls of earlier answers, as its worker counted them."""
 
     def add(self, name: str, params: dict[str, Any], tokens: list[int] = PROMPT, num_new: int = 1) -> Request:
         """Asks for some tokens."""
