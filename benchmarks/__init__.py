@@ -15,7 +15,9 @@ import typer
 from kvlink.cli.tables import show_parts, show_rows
 
 from .harness.arguments import names_of, numbers_of
+from .harness.options import BlockOrder, Iters, Json, Transport
 from .harness.run_record import begin, finish
+from .simulation.prefix_command import measure_prefixes
 
 app = typer.Typer(
     help="Measure kvlink on this machine, and print rows to stdout.",
@@ -25,16 +27,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
-Transport = Annotated[str, typer.Option(help="Measure these transports: names separated by commas, or all.")]
-Iters = Annotated[int | None, typer.Option(min=1, help="Measure this many pulls; by default by size.")]
-BlockOrder = Annotated[
-    str,
-    typer.Option(
-        help="Choose block ids in this order: random; runs:K, runs of K blocks; allocator:N:M, like a paged "
-        "allocator whose whole pool a trace has used M times, N requests at a time. [N 16, M 5]"
-    ),
-]
+app.command("prefixes")(measure_prefixes)
 
 
 @app.command("pull")

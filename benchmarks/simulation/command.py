@@ -16,7 +16,7 @@ from kvlink.transfer.cost_model import PRIORS, Cost
 from ..prediction.calibration import fits_of
 from ..prediction.machines import Machine
 from ..prediction.path import Path as Way
-from ..workloads.models import model_of
+from ..workloads.models import Model, model_of
 from ..workloads.traces import requests_of
 from .curve import SIZES, Scene, rows
 from .workload import Move, path_of
@@ -112,16 +112,21 @@ def simulate(
         )
         raise typer.Exit(0 if all(row["verified"] for row in seen) else 1)
     meant = model_of(str(model_config or model))
-    if calibrate and path != "tcp":
-        raise ConfigError(f"--calibrate needs --path tcp; {path} is derived from --nics and --gbps")
-    way = (
-        path_of(path, _cost(calibrate), meant, tp) if path == "tcp" else _nics(path, Machine(nics, gbps), tp)
-    )
+    way = way_of(path, calibrate, meant, tp, nics, gbps)
     scene = Scene(load, popular, fail_rail, pulls, lease_s, seed)
     move, given = Move(meant, tp, way), requests_of(trace, requests)
     curve = [rows(move, given, [size], scene) for size in workers or SIZES]
     title = f"{meant.name} at TP {tp} over {way.name}, {way.rails} rails a worker, load {load:g}"
     show_parts([fleet if as_json else map(brief, fleet) for fleet in curve], as_json, title)
+
+
+def way_of(path: str, calibrate: Path | None, model: Model, tp: int, nics: int, gbps: float) -> Way:
+    """Returns the path of that name between two workers. Raises ConfigError."""
+    if path == "tcp":
+        return path_of(path, _cost(calibrate), model, tp)
+    if calibrate:
+        raise ConfigError(f"--calibrate needs --path tcp; {path} is derived from --nics and --gbps")
+    return _nics(path, Machine(nics, gbps), tp)
 
 
 def _cost(calibrate: Path | None) -> Cost:

@@ -7,7 +7,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ _SEED = 20_250_103
 _MOST_REQUESTS = 1_000_000
 _MOST_LINE = 1 << 20  # characters; hash_ids of 500,000 tokens take a hundredth of it
 _MOST_TOKENS = 10_000_000
+HASH_TOKENS = 512
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -31,6 +32,8 @@ class Request:
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    prefixes: tuple[int, ...] = field(default=(), compare=False)
+    """For each HASH_TOKENS tokens of the prompt, a number that stands for them and all before. Empty if not known."""
 
 
 def read_trace(path: Path, most: int | None = None) -> list[Request]:
@@ -49,7 +52,7 @@ def read_trace(path: Path, most: int | None = None) -> list[Request]:
     if not requests:
         raise ConfigError(f"{path} has no request")
     start = min(request.at_s for request in requests)
-    moved = (Request(each.at_s - start, each.prompt_tokens, each.output_tokens) for each in requests)
+    moved = (replace(each, at_s=each.at_s - start) for each in requests)
     return sorted(moved, key=lambda request: request.at_s)
 
 
@@ -72,9 +75,17 @@ def _mooncake(first: str, others: Iterator[str]) -> Iterator[Request]:
 
 
 def _of_mooncake(line: str) -> Request:
-    """Parses milliseconds and token counts. The hash_ids, one for each 512 tokens of the prompt, are not used."""
+    """Parses milliseconds, token counts, and the hash_ids, one for each HASH_TOKENS tokens of the prompt."""
     entry = json.loads(line)
-    return _request(float(entry["timestamp"]) / 1000, entry["input_length"], entry["output_length"])
+    request = _request(float(entry["timestamp"]) / 1000, entry["input_length"], entry["output_length"])
+    prefixes = entry.get("hash_ids", [])
+    if not isinstance(prefixes, list) or not all(
+        type(each) is int and 0 <= each < 1 << 63 for each in prefixes
+    ):
+        raise ValueError("hash_ids is not a list of numbers")
+    if len(prefixes) > -(-request.prompt_tokens // HASH_TOKENS):
+        raise ValueError(f"{len(prefixes)} hash_ids are too many for {request.prompt_tokens} tokens")
+    return replace(request, prefixes=tuple(prefixes))
 
 
 def _azure(first: str, others: Iterator[str]) -> Iterator[Request]:

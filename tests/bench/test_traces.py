@@ -41,7 +41,9 @@ def test_both_formats_are_known_by_their_first_line(tmp_path: Path) -> None:
         Request(0, 374, 44),
         Request(pytest.approx(4.314579), 396, 109),
     ]
-    assert read_trace(written(tmp_path, MOONCAKE)) == [Request(0, 6758, 500), Request(27, 7322, 490)]
+    mooncake = read_trace(written(tmp_path, MOONCAKE))
+    assert mooncake == [Request(0, 6758, 500), Request(27, 7322, 490)]
+    assert [request.prefixes for request in mooncake] == [(0, 1), (0, 14)]
 
 
 def test_a_byte_order_mark_and_other_line_ends_do_no_harm(tmp_path: Path) -> None:
@@ -68,6 +70,15 @@ def test_no_more_is_read_than_was_asked_for(tmp_path: Path) -> None:
         ('{"timestamp": 1, "input_length": -1, "output_length": 1}', "not a number of tokens"),
         ('{"timestamp": 1, "input_length": true, "output_length": 1}', "not a number of tokens"),
         ('{"timestamp": 1, "input_length": 1e9, "output_length": 1}', "not a number of tokens"),
+        ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": 7}', "not a list of numbers"),
+        (
+            '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}',
+            "not a list of numbers",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}',
+            "2 hash_ids are too many",
+        ),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "not a time"),
         ("[" * 100_000, "not a readable trace"),
         (" " * (2 << 20), "characters or more"),
