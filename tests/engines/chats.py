@@ -79,20 +79,23 @@ def plain() -> Iterator[Callable[[Sequence[int]], Answer]]:
 
 @contextmanager
 def bidirectional(
-    num_blocks: int, env: Mapping[str, str] | None = None, largest: int = _LARGEST
+    num_blocks: int,
+    env: Mapping[str, str] | None = None,
+    largest: int = _LARGEST,
+    connector: str = "KVLinkConnector",
+    answer_s: int = ANSWER_S,
 ) -> Iterator[Pair]:
     """Yields two servers whose pools have so many blocks each, with a coordinator for streamed answers."""
-    with running([coordinator()]) as (one,):
-        config = kv_transfer(
-            "KVLinkConnector",
-            lease_s=PATIENT_LEASE_S,
-            bidirectional=True,
-            answer_s=ANSWER_S,
-            coordinator=f"127.0.0.1:{one.launch.port}",
-        )
+    with running([coordinator()] if connector == "KVLinkConnector" else []) as coordinators:
+        options: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": answer_s}
+        options["num_threads"] = 1  # those of NIXL spin
+        for one in coordinators:
+            at = f"127.0.0.1:{one.launch.port}"
+            options = {"bidirectional": True, "answer_s": answer_s, "coordinator": at}
+        config = kv_transfer(connector, lease_s=PATIENT_LEASE_S, **options)
         launches = [
             vllm(
-                f"{role}-turns",
+                f"{role}-turns-{connector}",
                 MODEL,
                 config,
                 pool_flags(num_blocks, largest),
@@ -101,7 +104,7 @@ def bidirectional(
             for role in ("prefill", "decode")
         ]
         with running(launches) as (prefill, decode):
-            pair = Pair(MODEL, "KVLinkConnector", prefill, decode, PATIENT_LEASE_S, [one])
+            pair = Pair(MODEL, connector, prefill, decode, PATIENT_LEASE_S, coordinators)
             try:
                 for server in (prefill, decode):
                     assert pair.ask(server, prompt("warm up", 300), 2).status == 200
