@@ -41,6 +41,6 @@ def check_media(vllm_config: Any) -> None:
     if media is None or media.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching:
         return
     raise ConfigError(
-        "KVLinkConnector tells images apart by vLLM's hashes of their content, which --mm-processor-cache-gb 0 without "
+        "kvlink tells images apart by vLLM's hashes of their content, which --mm-processor-cache-gb 0 without "
         "prefix caching turns off; give the processor's cache some memory, for example --mm-processor-cache-gb 0.1"
     )

@@ -16,6 +16,7 @@ from kvlink.integrations.sglang.caches import Buffers, Rank, open_caches
 
 NAMES = [
     ("kvlink.integrations.vllm", "connector", ["KVLinkConnector"]),
+    ("kvlink.integrations.vllm", "encoder.connector", ["KVLinkEncoderConnector"]),
     ("kvlink.integrations.lmcache", "channel", ["KVLinkTransferChannelContext"]),
     ("kvlink.integrations.sglang", "backend", ["KVLinkManager", "KVLinkReceiver", "KVLinkSender"]),
 ]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements the scheduler's side: which items a step saves and loads, and which requests wait for one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvlink import Worker, WorkerConfig
+
+from .cache import EncoderCache
+from .commands import Copy, EncoderStep
+from .items import KEY, Item, ItemFormat
+from .memory import EncoderMemory, MemoryShape
+from .offers import EncoderOffers
+from .pulls import Arrival, EncoderPulls
+
+_log = logging.getLogger("vllm.kvlink")
+
+OFFER = "kvlink_offer"
+"""A key of `ec_transfer_params`, which asks a server for tickets. One that only encodes always answers with them."""
+
+
+class EncoderScheduler:
+    """One server's pool of encoder outputs, with its kvlink worker. Not thread-safe.
+
+    width_of: returns the width of the outputs of a modality, for servers that encode.
+    has_input: returns whether a feature of a request has what the encoder needs.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        shape: MemoryShape,
+        ours: ItemFormat,
+        config: WorkerConfig,
+        *,
+        produces: bool,
+        consumes: bool,
+        width_of: Callable[[str], int],
+        has_input: Callable[[Any], bool],
+    ) -> None:
+        self._ours, self._produces, self._consumes = ours, produces, consumes
+        self._width_of, self._has_input = width_of, has_input
+        memory, self._fd = EncoderMemory.create(shape)
+        self._path, self._shape = f"/proc/{os.getpid()}/fd/{self._fd}", shape
+        try:
+            self._worker = Worker(memory.pool(f"encoder outputs {ours.name}"), worker_id, config=config)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._counts: Counter[str] = Counter()
+        self._cache = EncoderCache(memory, self._worker)
+        self._offers = EncoderOffers(self._cache, self._worker, self._counts)
+        self._pulls = EncoderPulls(self._cache, self._worker, ours, config.timeout_s, self._counts)
+        self._loads: dict[str, Copy] = {}
+        self._rows: dict[str, int] = {}  # of the request that is being scheduled
+        self._asked: dict[str, tuple[Sequence[Any], int]] = {}  # features and computed tokens, by request
+        self._unavailable: set[str] = set()
+        _log.info("kvlink worker %s at %s holds encoder outputs", worker_id, self._worker.card.agent)
+
+    def available(self, request: Any, num_computed: int) -> bool:
+        """Returns whether the request can be scheduled. If not, an item is on its way, or the request is to fail."""
+        self._rows = {each.identifier: rows_of(each) for each in request.mm_features}
+        self._asked[request.request_id] = request.mm_features, num_computed
+        if not self._consumes:
+            return True
+        waiting = False
+        for feature in request.mm_features:
+            described = _described(request, feature)
+            if KEY not in described or _end(feature) <= num_computed:
+                continue
+            arrival = self._pulls.ask(
+                request.request_id, feature.identifier, rows_of(feature), described[KEY]
+            )
+            if arrival is Arrival.FAILED and not self._has_input(feature):
+                self._unavailable.add(request.request_id)
+                _log.error(
+                    "request %s fails: its item %s cannot be pulled, and it came without what the encoder needs; send "
+                    "it again through the encoder server, or with the image",
+                    request.request_id,
+                    feature.identifier,
+                )
+                return False
+            waiting |= arrival is Arrival.WAITING
+        return not waiting
+
+    def has(self, identifier: str) -> bool:
+        """Returns whether the step can load an item, for the request that `available` was last called with."""
+        entry = self._cache.get(identifier) if self._consumes else None
+        return entry is not None and entry.ready and entry.item.rows == self._rows.get(identifier)
+
+    def allocated(self, request: Any, index: int) -> None:
+        """Lets the step load an item that the pool has. vLLM runs the encoder for others."""
+        feature = request.mm_features[index]
+        entry = self._cache.get(feature.identifier)
+        if self._consumes and entry is not None and entry.ready and entry.item.rows == rows_of(feature):
+            self._pulls.loads(request.request_id, entry)
+            self._loads[feature.identifier] = Copy.of(entry)
+        elif self._consumes and KEY in _described(request, feature):
+            self._counts["encoded_here"] += 1
+
+    def take_step(self, num_scheduled: Mapping[str, int]) -> EncoderStep:
+        """Returns what the workers do in the step, which computes `num_scheduled` tokens of each request."""
+        self._offers.collect()
+        self._pulls.collect()
+        asked, self._asked = self._asked, {}
+        if self._produces:
+            for request_id, num_tokens in num_scheduled.items():
+                for feature in _within(*asked.get(request_id, ((), 0)), num_tokens):
+                    self._offers.save(self._item(feature))
+        loads, self._loads = list(self._loads.values()), {}
+        saves = {copy.identifier: copy for copy in self._offers.take_saves()}
+        return EncoderStep(self._cache.sent(), self._path, self._shape, loads, saves)
+
+    def ended(self, request: Any) -> dict[str, dict[str, Any]]:
+        """Forgets a request, and returns what its answer carries, by identifier."""
+        self._pulls.forget(request.request_id)
+        self._unavailable.discard(request.request_id)
+        params = request.ec_transfer_params
+        if not self._produces or (self._consumes and not (isinstance(params, dict) and params.get(OFFER))):
+            return {}
+        offered: dict[str, dict[str, Any]] = {}
+        for feature in request.mm_features:
+            item = self._item(feature)
+            if (ticket := self._offers.ticket(item)) is not None:
+                offered[feature.identifier] = item.to_params(ticket)
+        return offered
+
+    def take_unavailable(self) -> set[str]:
+        """Returns requests that must fail, each once."""
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    def take_counts(self) -> dict[str, int]:
+        """Returns and resets the counts, by result."""
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
+
+    def close(self) -> None:
+        """Ends pulls and offers. On return nothing accesses the pool. Idempotent."""
+        self._worker.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _item(self, feature: Any) -> Item:
+        return Item(feature.identifier, rows_of(feature), self._width_of(feature.modality), self._ours)
+
+
+def rows_of(feature: Any) -> int:
+    """Returns the number of embeddings of a feature."""
+    return int(feature.mm_position.get_num_embeds())
+
+
+def _end(feature: Any) -> int:
+    return int(feature.mm_position.offset + feature.mm_position.length)
+
+
+def _within(features: Sequence[Any], num_computed: int, num_tokens: int) -> list[Any]:
+    """Returns the features of which the step computes some of the placeholders."""
+    end = num_computed + num_tokens
+    return [each for each in features if each.mm_position.offset < end and _end(each) > num_computed]
+
+
+def _described(request: Any, feature: Any) -> Mapping[str, Any]:
+    """Returns what the request's untrusted `ec_transfer_params` say of a feature."""
+    params = request.ec_transfer_params
+    described = params.get(feature.identifier) if isinstance(params, dict) else None
+    return described if isinstance(described, dict) else {}
