@@ -7,7 +7,7 @@ docs/servers/transformers.md describes how to use it, and each failure.
 from __future__ import annotations
 
 from .handoff import HandoffStats, KVLinkHandoff
-from .handoff_message import Handoff
+from .handoff_message import Handoff, Prefix
 from .incoming import Landed
 
-__all__ = ["Handoff", "HandoffStats", "KVLinkHandoff", "Landed"]
+__all__ = ["Handoff", "HandoffStats", "KVLinkHandoff", "Landed", "Prefix"]

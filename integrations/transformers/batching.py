@@ -45,6 +45,7 @@ class Batching:
         self.outputs = manager.output_router
         self.request_ids = RequestIds()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._posting, self._closed = threading.Lock(), False
         self._hooked: list[tuple[Any, str]] = []
 
     def paused(self) -> AbstractContextManager[Any]:
@@ -77,14 +78,23 @@ class Batching:
         return sum(cache.num_sectors(num_tokens) for cache in self.attention)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queues `job` for the generation thread. Safe from any thread."""
-        self._jobs.put(job)
+        """Queues `job` for the generation thread. Safe from any thread. Raises ConfigError after `close`."""
+        with self._posting:
+            if self._closed:
+                raise ConfigError("this KVLinkHandoff is closed; make a new one")
+            self._jobs.put(job)
         self.manager._wake_up_loop.set()
 
     def run_jobs(self) -> None:
         """Runs the queued jobs, on the generation thread or while it is paused."""
         while not self._jobs.empty():
             _run(self._jobs.get_nowait())
+
+    def close(self) -> None:
+        """Runs the jobs that were posted before, and takes no more. The generation thread is paused or ended."""
+        with self._posting:
+            self._closed = True
+        self.run_jobs()
 
     def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it is replaced."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the two verbs of a handoff: `prefill` in one process, `submit` in the other."""
+"""Implements the verbs of a handoff: `prefill`, `move`, `share` in one process, `submit`, `fetch` in the other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from kvlink.errors import ConfigError
 
 from .attention import layouts_of
 from .batching import Batching, HeldBlocks
-from .handoff_message import Handoff
+from .fetching import Fetching
+from .handoff_message import Handoff, Prefix
 from .incoming import Incoming, Landed
 from .memory import pool_of
+from .moving import Moving
 from .outgoing import Outgoing
 from .support import request_types
 
@@ -37,6 +39,9 @@ class HandoffStats:
     pulled_bytes: int
     recomputed: int
     refused: int
+    moved: int
+    fetched: int
+    fetched_bytes: int
     held_tables: int
 
 
@@ -81,6 +86,8 @@ class KVLinkHandoff:
             self._held = HeldBlocks(self._batching)
             self._outgoing = Outgoing(self._batching, self.worker, self._held)
             self._incoming = Incoming(self._batching, self.worker, self._held, self._background)
+            self._moving = Moving(self._batching, self._held, self._outgoing, self._incoming)
+            self._fetching = Fetching(self._batching, self.worker, self._held, self._background)
             opened.callback(self._batching.unhook)
             with self._batching.paused():
                 self._hook()
@@ -122,20 +129,25 @@ class KVLinkHandoff:
         """Pulls a request's blocks in the background, then generates. Returns the request's id immediately.
 
         Results come from the manager, as for `manager.add_request`, whose arguments these are. They start with the
-        first token, which counts. If the blocks cannot be pulled, the prompt is computed here instead. Raises
-        ConfigError, and starts nothing, for a handoff that is malformed or does not match its ticket, for prompt and
-        max_new_tokens that do not fit the cache, and for a request_id that already runs here.
+        first token, which counts, and those of a moved request with all that it generated before; give it the
+        arguments that it had. If the blocks cannot be pulled, the prompt is computed here instead. Raises ConfigError,
+        and starts nothing, for a handoff that is malformed or does not match its ticket, for prompt and max_new_tokens
+        that do not fit the cache, and for a request_id that already runs here.
         """
         defaults = self._batching.manager.generation_config
         try:
             state = request_types()[0](
                 request_id=f"handoff-{next(self._numbers)}" if request_id is None else request_id,
                 initial_tokens=list(handoff.prompt),
-                max_new_tokens=defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
+                max_new_tokens=handoff.remaining(
+                    defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
+                ),
                 eos_token_id=defaults.eos_token_id if eos_token_id is None else eos_token_id,
                 streaming=streaming,
                 record_timestamps=record_timestamps,
                 logit_processor_kwargs=logit_processor_kwargs,
+                logprobs=list(handoff.earlier_logprobs),
+                _true_initial_tokens=handoff.num_prompt if handoff.num_generated else 0,
             )
             self._incoming.submit(state, handoff.open_ticket(), handoff)
         except ConfigError:
@@ -144,7 +156,32 @@ class KVLinkHandoff:
             raise
         return str(state.request_id)
 
-    def abort(self, handoff: Handoff) -> None:
+    def move(self, request_id: str) -> Future[Handoff]:
+        """Ends a request that generates here, and offers it to another process, which goes on by `submit`.
+
+        The manager reports the request as failed, with the word "moved". If the future raises TransferError, the
+        request was not touched: it has ended here, or has no token yet. Raises ConfigError.
+        """
+        return self._moving.move(request_id)
+
+    def share(self, source: str | Sequence[int]) -> Future[Prefix]:
+        """Offers the whole blocks that are cached here of a running request, by its id, or of given tokens.
+
+        The request goes on. The future raises TransferError if nothing is cached. Raises ConfigError for a cache that
+        keeps no prefixes.
+        """
+        return self._moving.share(source)
+
+    def fetch(self, prefix: Prefix) -> Future[int]:
+        """Pulls what is missing of a prefix into this process's cache, where requests with the same start find it.
+
+        The future gives the number of its tokens that are cached, which may be less if there is no room, or raises a
+        KVLinkError. Cached blocks may be evicted again. Raises ConfigError, and starts nothing, for a prefix that is
+        malformed or does not match its ticket, and for a cache that keeps no prefixes.
+        """
+        return self._fetching.fetch(prefix)
+
+    def abort(self, handoff: Handoff | Prefix) -> None:
         """Ends an offer of this process and frees its blocks. Raises UnknownRequest and ConfigError."""
         self.worker.abort(Ticket.from_text(handoff.ticket).request_id)
 
@@ -160,6 +197,9 @@ class KVLinkHandoff:
             pulled_bytes=self._incoming.num_bytes,
             recomputed=self._incoming.num_recomputed,
             refused=self._num_refused + self._incoming.num_refused,
+            moved=self._moving.num_moved,
+            fetched=self._fetching.num_fetched,
+            fetched_bytes=self._fetching.num_bytes,
             held_tables=self._held.num_tables,
         )
 
@@ -175,10 +215,11 @@ class KVLinkHandoff:
         self.worker.close()
         self._background.close()
         with self._batching.paused():
-            self._batching.run_jobs()
+            self._batching.close()
             self._batching.unhook()
             self._outgoing.close()
             self._incoming.close()
+            self._fetching.close()
 
     def _hook(self) -> None:
         hook, parts = self._batching.hook, self._batching

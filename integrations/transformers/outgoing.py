@@ -101,6 +101,21 @@ class Outgoing:
             prefill.future.set_exception(prefill.outcome or failure)
         return True
 
+    def offer(self, request_id: str, mark: str, table: Table, num_tokens: int) -> str:
+        """Offers the first tokens of a table, which is freed when the lease has ended. Returns the ticket's text.
+
+        `mark` ends the request id of the ticket. Raises KVLinkError, and the table stays the caller's.
+        """
+        name = f"{request_id}#{next(self._numbers)}{mark}"
+        caches = self._batching.attention
+        ticket = self._worker.offer(
+            name,
+            by_group(blocks_of(caches, table, num_tokens)),
+            num_tokens=[cache.num_slots(num_tokens) for cache in caches],
+        )
+        self._offered[name] = table
+        return ticket.to_text()
+
     def ended(self, event: LeaseEvent) -> None:
         """Returns the blocks of an offer that ended to transformers."""
         self._held.free(self._offered.pop(event.request_id))
@@ -121,12 +136,5 @@ class Outgoing:
     def _offer(self, request_id: str, prompt: tuple[int, ...], state: Any, table: Table) -> Handoff:
         first_token = state.to_generation_output().generated_tokens[0]
         logprob = state.logprobs[0] if state.logprobs else None
-        name = f"{request_id}#{next(self._numbers)}{fingerprint(prompt, first_token)}"
-        caches = self._batching.attention
-        ticket = self._worker.offer(
-            name,
-            by_group(blocks_of(caches, table, len(prompt))),
-            num_tokens=[cache.num_slots(len(prompt)) for cache in caches],
-        )
-        self._offered[name] = table
-        return Handoff(ticket.to_text(), prompt, first_token, logprob)
+        ticket = self.offer(request_id, fingerprint(prompt, first_token), table, len(prompt))
+        return Handoff(ticket, prompt, first_token, logprob)

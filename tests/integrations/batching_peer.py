@@ -120,8 +120,52 @@ class Commands:
 
         return self.handoff.submit(Handoff.from_json(handoff), **options)
 
+    def generate_on(self, prompt: list[int], request_id: str, max_new_tokens: int) -> None:
+        """Starts a request, without a handoff, and notes when it gets its tokens."""
+        self.manager.add_request(prompt, request_id, max_new_tokens=max_new_tokens, record_timestamps=True)
+
+    def wait_for_tokens(self, request_id: str, count: int) -> None:
+        """Returns when a running request has generated so many tokens."""
+        deadline = time.monotonic() + _WAIT_S
+        active = self.manager.batch_processor.scheduler.active_requests
+        while (state := active.get(request_id)) is None or len(state.generated_tokens) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request_id} does not generate")
+            time.sleep(0.001)
+
+    def share(self, source: str | list[int]) -> str:
+        return self.handoff.share(source).result(_WAIT_S).to_json()
+
+    def fetch(self, prefix: str) -> int:
+        from kvlink.integrations.transformers import Prefix
+
+        return self.handoff.fetch(Prefix.from_json(prefix)).result(_WAIT_S)
+
+    def move(self, request_id: str) -> str:
+        return self.handoff.move(request_id).result(_WAIT_S).to_json()
+
+    def error(self, request_id: str) -> str:
+        """Waits for a request to fail and returns why."""
+        try:
+            return f"no error, and {len(self.tokens(request_id))} tokens"
+        except AssertionError as failed:
+            return str(failed)
+
     def tokens(self, request_id: str) -> list[int]:
         """Waits for a request to finish and returns its tokens."""
+        output = self._output(request_id)
+        assert output.error is None, output.error
+        return output.generated_tokens
+
+    def times(self, request_id: str) -> list[float]:
+        """Waits for a request to end, with or without an error, and returns when it got its tokens, in seconds."""
+        return self._output(request_id).timestamps
+
+    def pull_s(self) -> float:
+        """What the newest pull took."""
+        return self.handoff.newest().pull.stats.total_us / 1e6
+
+    def _output(self, request_id: str) -> Any:
         deadline = time.monotonic() + _WAIT_S
         while request_id not in self.finished:
             if time.monotonic() > deadline:
@@ -130,17 +174,17 @@ class Commands:
             output = self.manager.get_result(timeout=0.1)
             if output is not None and output.is_finished():
                 self.finished[output.request_id] = output
-        output = self.finished.pop(request_id)
-        assert output.error is None, output.error
-        return output.generated_tokens
+        return self.finished.pop(request_id)
 
     def cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)
 
     def abort(self, handoff: str) -> None:
-        from kvlink.integrations.transformers import Handoff
+        """Also takes a prefix."""
+        from kvlink.integrations.transformers import Handoff, Prefix
 
-        self.handoff.abort(Handoff.from_json(handoff))
+        kind = Prefix if "tokens" in json.loads(handoff) else Handoff
+        self.handoff.abort(kind.from_json(handoff))
 
     def spoil(self, handoff: str, attention: str | None = None) -> None:
         """Negates what the ticket's blocks hold."""

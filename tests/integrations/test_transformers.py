@@ -183,7 +183,7 @@ def test_a_swapped_ticket_is_refused(peers: Peers) -> None:
     before = peers.decode.call("stats")
     mixed = [{**ours, "ticket": theirs["ticket"]}, {**ours, "first_token": (ours["first_token"] + 1) % 256}]
     for handoff in mixed:
-        with pytest.raises(RuntimeError, match=r"ConfigError: .* made for another prompt or first token"):
+        with pytest.raises(RuntimeError, match=r"ConfigError: .* made for other tokens"):
             peers.decode.call("submit", handoff=json.dumps(handoff))
     assert gained(before, peers.decode.call("stats")) == {"refused": 2}
     for prompt, text in zip(prompts, texts, strict=True):

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints how long a request of transformers pauses while it moves: `python tests/engines/move_times.py [ROUNDS]`.
+
+Two processes of this host move a request over tcp, with copies before and without. The pause is the time from its last
+token at the source to its first new token at the target. Beside it stand two decode steps, the pull of the rest, and
+the two calls of the router: the bar for a request that was copied before.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+
+from batching_peer import BatchingProcess
+
+SIZES = (128, 1024, 4096)
+NUM_NEW, COPIES = 200, 3
+OPTIONS = {"num_blocks": 1024, "config": {"transports": "tcp"}}
+
+
+def moved(
+    source: BatchingProcess, target: BatchingProcess, num_tokens: int, copies: int
+) -> tuple[float, ...]:
+    """Returns pause, decode step, pull and the two calls, in seconds."""
+    prompt = random.Random().choices(range(256), k=num_tokens)
+    name = f"r{random.getrandbits(64)}"
+    source.call("generate_on", prompt=prompt, request_id=name, max_new_tokens=NUM_NEW)
+    source.call("wait_for_tokens", request_id=name, count=20)
+    for _ in range(copies):
+        target.call("fetch", prefix=source.call("share", source=name))
+    handoff = source.call("move", request_id=name)
+    target.call("submit", handoff=handoff, request_id=name, max_new_tokens=NUM_NEW, record_timestamps=True)
+    before, after = source.call("times", request_id=name), target.call("times", request_id=name)
+    steps = [*map(_difference, pairwise(before[1:])), *map(_difference, pairwise(after[1:]))]
+    return (
+        after[1] - before[-1],
+        statistics.median(steps),
+        target.call("pull_s"),
+        _calls_s(source, target, handoff),
+    )
+
+
+def _difference(times: tuple[float, float]) -> float:
+    return times[1] - times[0]
+
+
+def _calls_s(source: BatchingProcess, target: BatchingProcess, handoff: str) -> float:
+    """Returns what the calls take that carry the handoff, without their work: both refuse it."""
+    begun = time.perf_counter()
+    for process in (source, target):
+        try:
+            process.call("submit", handoff=handoff, max_new_tokens=1)
+        except RuntimeError:
+            continue
+        raise AssertionError("it was not refused")
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    source, target = (BatchingProcess(name, **OPTIONS) for name in ("source", "target"))
+    print("| tokens | copies | pause, ms | decode step | pull of the rest | two calls | bar |")
+    print("|---|---|---|---|---|---|---|")
+    for num_tokens in SIZES:
+        for copies in (0, COPIES):
+            rows = [moved(source, target, num_tokens, copies) for _ in range(rounds)]
+            pause, step, pull, calls = (1e3 * statistics.median(column) for column in zip(*rows, strict=True))
+            bar = 2 * step + pull + calls
+            cells = (pause, step, pull, calls, bar)
+            print(
+                f"| {num_tokens} | {copies} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |",
+                flush=True,
+            )
+    for process in (source, target):
+        process.end()
+        process.close()
+
+
+if __name__ == "__main__":
+    main()
