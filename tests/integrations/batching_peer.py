@@ -162,7 +162,7 @@ class Commands:
         return self._output(request_id).timestamps
 
     def pull_s(self) -> float:
-        """What the newest pull took."""
+        """Returns the seconds that the newest pull took."""
         return self.handoff.newest().pull.stats.total_us / 1e6
 
     def _output(self, request_id: str) -> Any:
