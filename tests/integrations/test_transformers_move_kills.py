@@ -46,6 +46,7 @@ class Router:
     def __init__(self) -> None:
         self._numbers = iter(range(10**6))
         self.source, self.target = self._start(), self._start()
+        self.num_moved = 0
 
     def _start(self) -> BatchingProcess:
         return BatchingProcess(f"server-{next(self._numbers)}", config={"timeout_s": 5.0})
@@ -63,7 +64,12 @@ class Router:
             return self._again(self.target, prompt, [])
         if kill is Kill.TARGET_AFTER_COPY:
             self._replace("target")
-        handoff = self.source.call("move", request_id=name)
+        try:
+            handoff = self.source.call("move", request_id=name)
+        except RuntimeError:  # on a slow machine it has ended by now
+            ended: list[int] = self.source.call("tokens", request_id=name)
+            return ended
+        self.num_moved += 1
         if kill is Kill.SOURCE_AFTER_MOVE:
             self._replace("source")
         self.target.call("submit", handoff=handoff, request_id=f"{name}+", max_new_tokens=NUM_NEW)
@@ -116,3 +122,5 @@ def test_no_request_is_lost_and_no_token_is_wrong() -> None:
     router.close()
     plain.close()
     assert not wrong, f"{len(wrong)} of {NUM_MOVES}: {wrong[:5]}"
+    print(f"{router.num_moved} of {NUM_MOVES} requests moved, {NUM_KILLS} processes were killed")
+    assert router.num_moved > NUM_MOVES // 2
