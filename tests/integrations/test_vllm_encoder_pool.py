@@ -93,8 +93,47 @@ def test_a_request_that_ends_gives_its_images_up(encoder: EncoderServer) -> None
         assert reader.caches[0]["b"].equal(encoded("b"))
 
 
+class HeldPull:
+    """A pull that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+def test_a_pull_keeps_its_blocks_although_its_request_has_ended(encoder: EncoderServer) -> None:
+    with EncoderServer("reader", consumes=True, num_images=1) as reader:
+        params = encoder.answer(request("e", [image(name) for name in "ab"]))
+        held, pull = HeldPull(), reader.worker.pull
+        reader.worker.pull = lambda *_, **__: held  # type: ignore[method-assign, assignment]
+        left, other = request("x", [image("a")], params), request("y", [image("b", data=None)], params)
+        assert not reader.step(left)
+        reader.end(left)
+        reader.worker.pull = pull  # type: ignore[method-assign]
+        assert not reader.step(other)
+        assert reader.pulls == 0
+        held.ended = True
+        reader.answer(other)
+        assert reader.caches[0]["b"].equal(encoded("b"))
+
+
+def test_a_loaded_image_makes_room_while_its_request_runs(encoder: EncoderServer) -> None:
+    with EncoderServer("reader", consumes=True, num_images=1) as reader:
+        params = encoder.answer(request("e", [image(name) for name in "ab"]))
+        running = request("x", [image("a", data=None)], params)
+        assert eventually(lambda: reader.step(running))
+        reader.answer(request("y", [image("b", data=None)], params))
+        assert reader.caches[0]["b"].equal(encoded("b"))
+
+
 def test_an_item_that_is_larger_than_the_pool(encoder: EncoderServer) -> None:
     with EncoderServer("reader", consumes=True, num_images=1) as reader:
+        reader.scheduler._pulls._now = lambda: 0.0
         large = image("a", rows=4 * ROWS)
         encoder.encode = lambda name: encoded(name, rows=4 * ROWS)  # type: ignore[method-assign]
         params = encoder.answer(request("e", [large]))
