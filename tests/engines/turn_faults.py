@@ -65,7 +65,11 @@ def main() -> int:
     options = parser.parse_args()
     connectors, names = options.connectors.split(","), options.only.split(",")
     chats = {name: Chat(name, 2, 200) for name in names}
-    edited = {name: [*prompt("edited", 40), *prompt(name, 200)[40:]] for name in names if name == "edited"}
+    edited = {
+        name: [*prompt("another beginning", 40), *prompt(name, 200)[40:]]
+        for name in names
+        if name == "edited"
+    }
     with plain() as answer:
         for chat in chats.values():
             chat.learn(answer)
