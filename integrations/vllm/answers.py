@@ -16,7 +16,7 @@ from kvlink.prefix_digests import PrefixDigests
 from .cached_blocks import CachedBlocks
 from .handoff import Handoff, RankInfo, expanded
 from .lease_slots import SharedSeats
-from .prefixes import prefix_digests, spans_of
+from .prefixes import MOST_DIGESTS, prefix_digests, shared_span, spans_of
 from .prompt_inputs import has_embeddings
 from .step_commands import SoftLease, StepCommands
 
@@ -44,9 +44,17 @@ class Answers:
         return self._cache is not None and self._cache.pending
 
     def offer(
-        self, request: Any, blocks: Sequence[int], ranks: Sequence[RankInfo], commands: StepCommands
+        self,
+        request: Any,
+        blocks: Sequence[int],
+        ranks: Sequence[RankInfo],
+        commands: StepCommands,
+        *,
+        shared: bool = False,
     ) -> Handoff | None:
         """Offers the full blocks of a request that has just ended well, or returns None if there are none.
+
+        `shared` offers them to whoever finds them by a directory, whose digests are further apart.
 
         The last token of the answer was sampled and not computed. Tokens beyond it are drafts that were rejected, or
         were computed in advance.
@@ -57,7 +65,7 @@ class Answers:
         block_tokens = own.block_tokens[0] * own.kernel_blocks[0]
         computed = min(len(request.all_token_ids) - 1, request.num_computed_tokens)
         full = self._cache.num_cached(blocks[: max(computed, 0) // block_tokens])
-        num_digests, blocks_each = spans_of(full)
+        num_digests, blocks_each = _shared_spans(full, block_tokens) if shared else spans_of(full)
         if not num_digests:
             self._counts["short"] += 1
             return None
@@ -67,8 +75,8 @@ class Answers:
         seat = self._seats.take()
         ids = expanded(offered, own.kernel_blocks[0])
         commands.offered.append(SoftLease(seat, ids, self._ttl_s))
-        self._cache.offer(offered)
-        self._counts["offered"] += 1
+        self._cache.offer(offered, request.request_id if shared else "")
+        self._counts["shared" if shared else "offered"] += 1
         return Handoff(
             request_id=request.request_id,
             owners=tuple(rank.owner for rank in ranks),
@@ -86,7 +94,22 @@ class Answers:
         if self._cache is not None and self._cache.pending:
             commands.given_away = expanded(self._cache.take(), ranks[0].kernel_blocks[0])
 
+    def take_ended(self) -> list[str]:
+        """Returns the request ids of shared prefixes that lost a block since the last call."""
+        return self._cache.take_ended() if self._cache is not None else []
+
+    def forget(self, request_id: str) -> None:
+        """Stops to watch for the end of a shared prefix."""
+        if self._cache is not None:
+            self._cache.forget(request_id)
+
     def reset(self) -> None:
         """Ends all offers with the next step."""
         if self._cache is not None:
             self._cache.withdraw_all()
+
+
+def _shared_spans(num_blocks: int, block_tokens: int) -> tuple[int, int]:
+    """Returns the number of digests and the blocks from one to the next, as `spans_of` does."""
+    blocks = shared_span(block_tokens) // block_tokens
+    return min(num_blocks // blocks, MOST_DIGESTS), blocks

@@ -20,6 +20,9 @@ class CachedBlocks:
         self._pool = pool
         self._offered: set[int] = set()
         self._given_away: list[int] = []
+        self._blocks_of: dict[str, tuple[int, ...]] = {}
+        self._names_at: dict[int, set[str]] = {}
+        self._ended: list[str] = []
         self._get_new_blocks, self._evict, self._reset = (
             pool.get_new_blocks,
             pool.evict_blocks,
@@ -45,14 +48,34 @@ class CachedBlocks:
                 return index
         return len(block_ids)
 
-    def offer(self, block_ids: Iterable[int]) -> None:
-        """Watches these blocks, which are still in use by their request."""
+    def offer(self, block_ids: Sequence[int], name: str = "") -> None:
+        """Watches these blocks, which are still in use by their request. `take_ended` names the first one that goes."""
         self._offered.update(block_ids)
+        if name:
+            self._blocks_of[name] = tuple(block_ids)
+            for block_id in block_ids:
+                self._names_at.setdefault(block_id, set()).add(name)
+
+    def forget(self, name: str) -> None:
+        """Stops to watch for a name. Does nothing if it is not known."""
+        for block_id in self._blocks_of.pop(name, ()):
+            names = self._names_at[block_id]
+            names.discard(name)
+            if not names:
+                del self._names_at[block_id]
+
+    def take_ended(self) -> list[str]:
+        """Returns the names of offers that lost a block since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def withdraw_all(self) -> None:
         """Lets the next `take` return all offered blocks."""
         self._given_away += self._offered
         self._offered.clear()
+        self._ended += self._blocks_of
+        self._blocks_of.clear()
+        self._names_at.clear()
 
     def take(self) -> array[int]:
         """Returns the offered blocks that get new content in the step that was just scheduled, or later."""
@@ -64,6 +87,9 @@ class CachedBlocks:
             if block_id in self._offered:
                 self._offered.discard(block_id)
                 self._given_away.append(block_id)
+                for name in list(self._names_at.get(block_id, ())):
+                    self._ended.append(name)
+                    self.forget(name)
 
     # The following methods stand in for the pool's.
 

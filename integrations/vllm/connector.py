@@ -27,11 +27,12 @@ from .engine_config import (
     model_of,
     number_of,
     rank_of,
+    scope_of,
     states_of,
     window_of,
 )
 from .handoff import RankInfo
-from .lease_slots import SharedSeats, SlotGroups
+from .lease_slots import SlotGroups
 from .messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
 from .other_connectors import check_others
 from .outgoing import Chunk
@@ -55,7 +56,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = at_this_host(Settings.of(transfer.kv_connector_extra_config))
-        if self._settings.bidirectional:
+        if self._settings.offers_softly:
             check_bidirectional(vllm_config, kv_cache_config)
         self._engine_id = str(transfer.engine_id)
         self._rank = rank_of(vllm_config, role)
@@ -79,7 +80,9 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
-                turns=self._turns(announcements),
+                turns=Turns.of(
+                    self._settings, announcements, lambda: scope_of(vllm_config, kv_cache_config, self._rank)
+                ),
             )
 
     # The following methods run in the worker's process.
@@ -281,13 +284,6 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             request_id: Chunk(select(blocks) if (blocks := more.get(request_id)) else (), num_tokens)
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
-
-    def _turns(self, announcements: Announcements | None) -> Turns:
-        pinning, slots = self._settings.pinning_slots, self._settings.worker.lease_slots
-        if not self._settings.bidirectional:
-            return Turns()
-        seats = SharedSeats(pinning + 1, slots - pinning)
-        return Turns(seats, self._settings.answer_s, announcements)
 
     def _store_ranks(self, rank_infos: dict[int, RankInfo]) -> None:
         self._rank_infos |= rank_infos

@@ -14,7 +14,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,7 +22,8 @@ from typing import Any, TypeGuard
 from kvlink.errors import ConfigError
 
 from .announcements import Announcements
-from .handoff import KEY, Handoff
+from .handoff import KEY, Handoff, RankInfo
+from .prefix_lookups import PrefixLookups
 from .prefixes import prefix_digests
 from .prompt_inputs import has_embeddings
 from .step_commands import Load, StepCommands
@@ -48,19 +49,27 @@ class _Turn:
 class EarlierTurns:
     """The requests that came with a ticket of their last turn, until they are loaded. `counts` counts by result.
 
-    Without `announcements` there is no coordinator.
+    Without `announcements` there is no coordinator. With `lookups`, the prefixes of others are found by a directory.
     """
 
-    def __init__(self, counts: Counter[str], announcements: Announcements | None = None) -> None:
+    def __init__(
+        self,
+        counts: Counter[str],
+        announcements: Announcements | None = None,
+        lookups: PrefixLookups | None = None,
+    ) -> None:
         self._counts = counts
+        self._lookups = lookups
         self._announcements = announcements
         self._turns: dict[str, _Turn] = {}
         self._asked: dict[str, Future[bytes]] = {}
 
     def arrived(self, request: Any) -> None:
         """Registers a request before it is scheduled."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or has_embeddings(request):
+        params = request.kv_transfer_params or {}
+        if self._lookups is not None and not params.get("do_remote_prefill") and not params.get(KEY):
+            self._lookups.arrived(request)
+        if not params.get("do_remote_decode") or has_embeddings(request):
             return
         name = params.get(ANSWER_OF)
         if params.get(KEY):
@@ -80,7 +89,7 @@ class EarlierTurns:
         else:
             self._counts["nothing_in_common"] += 1
 
-    def num_matched(self, request: Any, num_computed: int) -> int | None:
+    def num_matched(self, request: Any, num_computed: int, ranks: Sequence[RankInfo] = ()) -> int | None:
         """Returns the number of tokens to pull beyond those computed, 0 without a ticket. None: not known yet."""
         asked = self._asked.get(request.request_id)
         if asked is not None:
@@ -88,6 +97,13 @@ class EarlierTurns:
                 return None
             del self._asked[request.request_id]
             self._learn(request, asked)
+        if self._lookups is not None and request.request_id not in self._turns:
+            self._lookups.ask(request, num_computed, tuple(ranks))
+            if self._lookups.is_asking(request.request_id):
+                return None
+            handoff = self._lookups.take(request, _common_tokens, num_computed)
+            if handoff is not None:
+                self._turns[request.request_id] = _Turn(handoff, _common_tokens(request, handoff))
         turn = self._turns.get(request.request_id)
         return max(turn.num_tokens - num_computed, 0) if turn is not None else 0
 
@@ -109,6 +125,8 @@ class EarlierTurns:
 
     def ended(self, request_id: str) -> None:
         """Forgets a request in any state."""
+        if self._lookups is not None:
+            self._lookups.ended(request_id)
         self._turns.pop(request_id, None)
         asked = self._asked.pop(request_id, None)
         if asked is not None:

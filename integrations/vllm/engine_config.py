@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -82,6 +84,19 @@ def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
             *page_format(cache_dtype, fp8, kernels),
         ]
     )
+
+
+def scope_of(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> bytes:
+    """Returns 16 bytes that are equal for servers that may exchange prefixes.
+
+    Beside what `model_of` says, the servers must have been started with the same name and revision of the model, which
+    stand for its weights.
+    """
+    model = vllm_config.model_config
+    names = [str(getattr(model, name, None)) for name in ("model", "revision", "quantization", "dtype")]
+    device = str(getattr(vllm_config.device_config, "device_type", ""))
+    text = json.dumps([*names, rank.total_heads, model_of(vllm_config, kv_cache_config, device)])
+    return hashlib.sha256(b"kvlink vllm 1" + text.encode()).digest()[:16]
 
 
 def states_of(group: Any) -> States | None:

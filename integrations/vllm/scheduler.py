@@ -88,6 +88,7 @@ class SchedulerSide:
         )
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions)
         self.turns = turns or Turns()
+        self.turns.use_costs(self.decisions.cost_of)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
@@ -103,7 +104,7 @@ class SchedulerSide:
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
-        earlier = self.turns.num_matched(request, num_computed)
+        earlier = self.turns.num_matched(request, num_computed, self._ranks)
         if earlier == 0:
             return self.incoming.num_matched(request, num_computed)
         return earlier, earlier is not None
@@ -111,11 +112,9 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
         params = request.kv_transfer_params
-        if not params:
-            return
         groups = self._select(blocks)
         held = tuple(array("I", group) for group in self._stateful.holding(groups))
-        if self.turns.begins(request, held, num_external, self._commands):
+        if self.turns.begins(request, held, num_external, self._commands) or not params:
             return  # it is handed off once it is loaded, and vLLM calls this again
         if params.get("do_remote_decode") and self._may_send:
             self._grant(request, groups)
@@ -123,6 +122,7 @@ class SchedulerSide:
 
     def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
         """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`."""
+        self.turns.step_began(sum(chunk.num_tokens for chunk in chunks.values()))
         for request_id in preempted:
             seats = self._seats.get(request_id)
             # A request that is read while it is computed loses its lease before others write into its blocks.
@@ -168,6 +168,7 @@ class SchedulerSide:
         self._commands.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
         handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
         self._commands.retired += self._sent.add(request_id, handoff.prompt)
+        self.turns.share(request, selected, self._ranks, self._commands)
         announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
         return True, {
             **{name: value for name, value in params.items() if name != KEY},
@@ -236,6 +237,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Closes the connections. Idempotent."""
         self.incoming.close()
+        self.turns.close()
         if self._announcements is not None:
             self._announcements.close()
 

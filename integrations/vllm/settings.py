@@ -23,7 +23,7 @@ _STREAMING_FROM = 2048  # vLLM's smallest default chunk; in shorter prompts noth
 
 _STREAMING = ("predicted", "always")
 _ANSWER_S = 600  # a client's next turn comes within minutes, or its tokens are no longer in the cache
-_OURS = ("seats", "streaming_from_tokens", "streaming", "bidirectional", "answer_s")
+_OURS = ("seats", "streaming_from_tokens", "streaming", "bidirectional", "answer_s", "share_prefixes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,19 @@ class Settings:
     """Whether the server offers its answers to the next turns, and pulls those of others."""
     answer_s: int = _ANSWER_S
     """The seconds after which such an offer expires."""
+    share_prefixes: bool = False
+    """Whether the server publishes the prefixes in its cache, and pulls those of others that its cache lacks."""
 
     @property
     def pinning_slots(self) -> int:
-        """The lease slots of offers that pin blocks. With `bidirectional`, the last eighth is for answers."""
+        """The lease slots of offers that pin blocks. The last eighth is for soft offers, if there are some."""
         slots = self.worker.lease_slots
-        return slots - max(slots // 8, 1) if self.bidirectional else slots
+        return slots - max(slots // 8, 1) if self.offers_softly else slots
+
+    @property
+    def offers_softly(self) -> bool:
+        """Whether the server offers what is in its cache."""
+        return self.bidirectional or self.share_prefixes
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
@@ -72,17 +79,17 @@ class Settings:
             raise ConfigError(
                 f"kv_connector_extra_config: streaming={streaming!r} must be one of {_STREAMING}"
             )
-        bidirectional = extra.get("bidirectional", False)
-        if type(bidirectional) is not bool:
-            raise ConfigError(
-                f"kv_connector_extra_config: bidirectional={bidirectional!r} must be true or false"
-            )
+        bidirectional, shares = (_switch(extra, name) for name in ("bidirectional", "share_prefixes"))
         answer_s = _number(extra, "answer_s", _ANSWER_S, 1, 30 * 86400)
         try:
             worker = WorkerConfig.from_env(defaults=_DEFAULTS, **ours)
-            return cls(worker, seats, streaming_from, streaming == "always", bidirectional, answer_s)
         except TypeError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        if shares and not worker.coordinator:
+            raise ConfigError(
+                "kv_connector_extra_config: share_prefixes needs the directory of a coordinator; set KVLINK_COORDINATOR"
+            )
+        return cls(worker, seats, streaming_from, streaming == "always", bidirectional, answer_s, shares)
 
 
 def _check_security(extra: Mapping[str, Any]) -> None:
@@ -92,6 +99,13 @@ def _check_security(extra: Mapping[str, Any]) -> None:
             f"kv_connector_extra_config cannot set {', '.join(misplaced)}, because vLLM's scheduler also "
             f"needs them and has only the environment; set {', '.join(misplaced.values())} there"
         )
+
+
+def _switch(extra: Mapping[str, Any], name: str) -> bool:
+    value = extra.get(name, False)
+    if type(value) is not bool:
+        raise ConfigError(f"kv_connector_extra_config: {name}={value!r} must be true or false")
+    return value
 
 
 def _number(extra: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:

@@ -38,6 +38,10 @@ class StreamDecisions:
         while len(self._costs) > _MAX_SERVERS:
             del self._costs[next(iter(self._costs))]
 
+    def cost_of(self, worker_id: str) -> LoadCost | None:
+        """Returns the cost of loads from this worker's server, if it is known."""
+        return self._costs.get(worker_id)
+
     def begins(self, request_id: str, part: Part) -> bool:
         """Returns whether the pull begins now that this part was announced."""
         cost = self._costs.get(part.handoff.owners[0].worker_id)

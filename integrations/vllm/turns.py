@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .announcements import Announcements
@@ -15,13 +15,18 @@ from .earlier_turns import ANSWER_AS, EarlierTurns, is_name
 from .handoff import KEY, RankInfo
 from .lease_slots import SharedSeats
 from .outgoing import GroupIds
+from .peer_prefixes import PeerPrefixes
+from .prefix_lookups import PrefixLookups
+from .settings import Settings
 from .step_commands import StepCommands
+from .stream_timing import LoadCost
 
 
 class Turns:
     """The turns of a server's chats. `seats` are those of `Answers`; None turns everything off.
 
-    With `announcements`, streamed answers are offered too.
+    With `announcements`, streamed answers are offered too. With `peers`, prefixes are shared with whoever finds them;
+    if not `bidirectional`, that is all.
     """
 
     def __init__(
@@ -29,20 +34,48 @@ class Turns:
         seats: SharedSeats | None = None,
         ttl_s: float = 0.0,
         announcements: Announcements | None = None,
+        *,
+        bidirectional: bool = True,
+        peers: PeerPrefixes | None = None,
     ) -> None:
         self._counts: Counter[str] = Counter()
         self._announcements = announcements
+        self._bidirectional = bidirectional
+        self._peers = peers
+        self.lookups = PrefixLookups(peers, self._counts) if peers is not None else None
         self.answers = Answers(seats, ttl_s, self._counts) if seats is not None else None
-        self.earlier = EarlierTurns(self._counts, announcements) if seats is not None else None
+        self.earlier = EarlierTurns(self._counts, announcements, self.lookups) if seats is not None else None
+
+    @classmethod
+    def of(cls, settings: Settings, announcements: Announcements | None, scope: Callable[[], bytes]) -> Turns:
+        """Returns what the settings turn on. `scope` is that of PeerPrefixes."""
+        if not settings.offers_softly:
+            return cls()
+        first, num_slots = settings.pinning_slots + 1, settings.worker.lease_slots - settings.pinning_slots
+        peers = None
+        if settings.share_prefixes:
+            peers = PeerPrefixes(settings.worker.coordinator, scope(), num_slots)
+        seats = SharedSeats(first, num_slots)
+        return cls(seats, settings.answer_s, announcements, bidirectional=settings.bidirectional, peers=peers)
+
+    def use_costs(self, cost: Callable[[str], LoadCost | None]) -> None:
+        """Decides from now on by these costs of loads from a worker's server."""
+        if self.lookups is not None:
+            self.lookups.cost = cost
+
+    def step_began(self, num_tokens: int) -> None:
+        """Notes that a step computes so many tokens. Another one has ended."""
+        if self.lookups is not None:
+            self.lookups.step_began(num_tokens)
 
     def arrived(self, request: Any) -> None:
         """Registers a request before it is scheduled."""
         if self.earlier is not None:
             self.earlier.arrived(request)
 
-    def num_matched(self, request: Any, num_computed: int) -> int | None:
+    def num_matched(self, request: Any, num_computed: int, ranks: Sequence[RankInfo] = ()) -> int | None:
         """Returns the number of tokens of earlier turns to pull beyond those computed. None: not known yet."""
-        return self.earlier.num_matched(request, num_computed) if self.earlier is not None else 0
+        return self.earlier.num_matched(request, num_computed, ranks) if self.earlier is not None else 0
 
     def begins(
         self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
@@ -54,6 +87,9 @@ class Turns:
         """Tells the workers which offered blocks get new content in the step that was scheduled."""
         if self.answers is not None:
             self.answers.forward(ranks, commands)
+            if self._peers is not None:
+                for request_id in self.answers.take_ended():
+                    self._peers.withdraw(request_id)
 
     @property
     def pending(self) -> bool:
@@ -77,9 +113,13 @@ class Turns:
     ) -> dict[str, Any] | None:
         """Returns what the answer of a request carries that is not handed off; None without an offer."""
         params = request.kv_transfer_params
+        self.step_began(0)
         if self.earlier is not None:
             self.earlier.ended(request.request_id)
-        if self.answers is None or not complete or not params or params.get("do_remote_decode"):
+        if self.answers is None or not complete:
+            return None
+        if not self._bidirectional or not params or params.get("do_remote_decode"):
+            self.share(request, groups, ranks, commands)
             return None
         handoff = self.answers.offer(request, groups[0], ranks, commands)
         if handoff is None:
@@ -90,6 +130,22 @@ class Turns:
             ticket = json.dumps({KEY: output[KEY]}).encode()
             self._announcements.announce(name, 0, handoff.owners[0], handoff.ttl_s, ticket, None)
         return output
+
+    def share(
+        self, request: Any, groups: GroupIds, ranks: Sequence[RankInfo], commands: StepCommands
+    ) -> None:
+        """Lets peers find the prefix of a request that has just ended well, whether it is handed off or not."""
+        if self._peers is None or self.answers is None:
+            return
+        self.step_began(0)
+        handoff = self.answers.offer(request, groups[0], ranks, commands, shared=True)
+        if handoff is not None and (ended := self._peers.publish(handoff)):
+            self.answers.forget(ended)
+
+    def close(self) -> None:
+        """Closes the connections to the directories. Idempotent."""
+        if self._peers is not None:
+            self._peers.close()
 
     def take_counts(self) -> dict[str, int]:
         """Returns and resets the counts, by result."""

@@ -18,8 +18,8 @@ from kvlink.control import limits
 from kvlink.control.now import now
 from kvlink.control.prefix_calls import PrefixCalls
 from kvlink.control.prefix_values import KEY_BYTES, Prefix, PrefixChanges
+from kvlink.control.values import WorkerEpoch
 from kvlink.errors import KVLinkError
-from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 
@@ -46,11 +46,11 @@ class PrefixPublisher:
     """Publishes the prefixes of one worker. Belongs to the event loop on which `run` runs."""
 
     def __init__(
-        self, client: PrefixCalls, card: Callable[[], WorkerCard], clock: Callable[[], float] = now
+        self, client: PrefixCalls, worker: Callable[[], WorkerEpoch], clock: Callable[[], float] = now
     ) -> None:
-        """`card` returns the worker's card with the granted epoch."""
+        """`worker` returns the worker that has joined."""
         self._client = client
-        self._card = card
+        self._worker = worker
         self._clock = clock
         self._published: dict[str, _Published] = {}
         self._withdrawn: dict[str, None] = {}
@@ -134,8 +134,7 @@ class PrefixPublisher:
             taken.append(each.prefix)
             num_bytes, num_keys = num_bytes + size, num_keys + keys
         names = list(self._withdrawn)[: limits.MAX_BATCH_OPS] if num_bytes <= _BATCH_BYTES else []
-        card = self._card()
-        return PrefixChanges(card.worker_id, card.epoch, tuple(taken), tuple(names))
+        return PrefixChanges(*self._worker(), tuple(taken), tuple(names))
 
     def _note_sent(self, changes: PrefixChanges, at: float) -> None:
         for request_id in changes.withdrawn:

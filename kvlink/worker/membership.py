@@ -17,6 +17,7 @@ from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionS
 from kvlink.control.overview import WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import WorkerEpoch
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
@@ -211,7 +212,9 @@ class WorkerMembership:
         if not self._publishing:
             for address in self._client.address.split(","):
                 client = CoordinatorClient(address, security=self._security)
-                publisher = PrefixPublisher(client, lambda: session.card)
+                publisher = PrefixPublisher(
+                    client, lambda: WorkerEpoch(session.card.worker_id, session.card.epoch)
+                )
                 task = asyncio.get_running_loop().create_task(publisher.run())
                 self._publishing.append((client, publisher, task))
         for _, publisher, _ in self._publishing:

@@ -19,6 +19,7 @@ from kvlink.control.limits import MAX_PREFIXES
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.control.refusal import Reason, Refused
+from kvlink.control.values import WorkerEpoch
 from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
@@ -54,7 +55,7 @@ class Directory:
 class Worker:
     def __init__(self) -> None:
         self.directory = Directory()
-        self.publisher = PrefixPublisher(self.directory, make_card)  # type: ignore[arg-type]
+        self.publisher = PrefixPublisher(self.directory, lambda: WorkerEpoch("prefill", 1))  # type: ignore[arg-type]
         self.ended: set[str] = set()
 
     def publish(self, name: str, ttl_s: float = 600.0) -> None:

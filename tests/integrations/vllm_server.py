@@ -17,6 +17,7 @@ from kvlink.integrations.vllm.announcements import Announcements
 from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.lease_slots import SharedSeats, SlotGroups
 from kvlink.integrations.vllm.outgoing import Chunk
+from kvlink.integrations.vllm.peer_prefixes import PeerPrefixes
 from kvlink.integrations.vllm.scheduler import SchedulerSide
 from kvlink.integrations.vllm.turns import Turns
 from kvlink.integrations.vllm.windows import Window
@@ -82,6 +83,8 @@ class Server:
     window: int = 0
     answer_s: float = 0.0
     """Above 0 the server is bidirectional, with the block pool `pool`."""
+    shares: bool = False
+    """Whether it shares prefixes, besides or without `answer_s`."""
     launched: Any = None
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -99,7 +102,7 @@ class Server:
         announced = Announcements.of(self.config)
         self.scheduler = SchedulerSide(
             self.name,
-            SlotGroups(48 if self.answer_s else 64, 4),
+            SlotGroups(48 if self.answer_s or self.shares else 64, 4),
             lambda blocks: tuple(blocks),
             self.lease_s,
             Rank(0, self.tp_size, self.heads),
@@ -112,12 +115,19 @@ class Server:
             ]
             if self.window
             else [],
-            turns=Turns(SharedSeats(49, 16), self.answer_s, announced) if self.answer_s else None,
+            turns=self._turns(announced),
         )
         self.pool = Pool()
         if self.scheduler.turns.answers is not None:
             self.scheduler.turns.answers.watch(self.pool)
         self.start()
+
+    def _turns(self, announced: Announcements | None) -> Turns | None:
+        if not self.answer_s and not self.shares:
+            return None
+        peers = PeerPrefixes(self.coordinator, self.model.encode().ljust(16), 3) if self.shares else None
+        ttl_s, both = self.answer_s or 600, self.answer_s > 0
+        return Turns(SharedSeats(49, 16), ttl_s, announced, bidirectional=both, peers=peers)
 
     def start(self) -> None:
         self.ranks = [

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishes the prefixes in this server's cache in the coordinators' directories, and finds those of peers.
+
+It runs in the scheduler's process, on kvlink's control thread. The scheduler itself never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from kvlink.background import ControlThread
+from kvlink.control import CoordinatorClient
+from kvlink.control.prefix_publisher import PrefixPublisher
+from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import WorkerEpoch
+from kvlink.errors import KVLinkError
+
+from .handoff import KEY, Handoff, Owner
+
+_FIND_S = 0.2
+"""A request waits no longer for the directory."""
+_CLOSE_S = 2.0
+
+
+class PeerPrefixes:
+    """The prefixes that servers share. Safe from any thread.
+
+    coordinator: host:port, or several with commas; each has a directory of its own.
+    scope: 16 bytes that are equal for servers that may exchange prefixes.
+    most: how many prefixes have a lease at once; the lease of a further one ends the oldest.
+    """
+
+    def __init__(self, coordinator: str, scope: bytes, most: int) -> None:
+        self._coordinator = coordinator
+        self._scope = scope
+        self._most = most
+        self._control = ControlThread.shared()
+        self._owner: Owner | None = None
+        self._live: dict[str, None] = {}
+        self._asking: CoordinatorClient | None = None
+        self._publishers: list[tuple[CoordinatorClient, PrefixPublisher, Future[None]]] = []
+
+    def publish(self, handoff: Handoff) -> str:
+        """Publishes a soft handoff until its time is over or `withdraw`. Returns one that ended for it, or ""."""
+        assert handoff.digests is not None
+        digests, self._owner = handoff.digests, handoff.owners[0]
+        keys = b"".join(digests[index][:KEY_BYTES] for index in range(len(digests)))
+        ticket = json.dumps({KEY: handoff.to_params()}).encode()
+        span = handoff.num_tokens // len(digests)
+        prefix = Prefix(handoff.request_id, handoff.ttl_s, 0, 1, self._scope, span, keys, ticket)
+        self._live[handoff.request_id] = None
+        self._later(self._publish, prefix, time.monotonic() + handoff.ttl_s)
+        if len(self._live) <= self._most:
+            return ""
+        oldest = next(iter(self._live))
+        self.withdraw(oldest)
+        return oldest
+
+    def withdraw(self, request_id: str) -> None:
+        """Withdraws a prefix. Does nothing if it is not published."""
+        if request_id in self._live:
+            del self._live[request_id]
+            self._later(self._withdraw, request_id)
+
+    def find(
+        self, digests: Sequence[bytes], span: int, own_tokens: int, reader: str
+    ) -> Future[list[FoundPrefix]]:
+        """Asks for a server that has more than `own_tokens` tokens of a prompt. `reader` is a worker of this one."""
+        keys = b"".join(digest[:KEY_BYTES] for digest in digests)
+        query = PrefixQuery(self._scope, span, keys, own_tokens // span, 1, reader)
+        return self._control.submit(self._find(query))
+
+    def close(self) -> None:
+        """Closes the connections to the coordinators. Idempotent."""
+        with contextlib.suppress(KVLinkError):
+            self._control.run(self._close(), _CLOSE_S)
+
+    # The following methods run on the control thread.
+
+    def _later(self, call: object, *args: object) -> None:
+        self._control.loop.call_soon_threadsafe(call, *args)  # type: ignore[arg-type]
+
+    def _publish(self, prefix: Prefix, ends: float) -> None:
+        if not self._publishers:
+            for address in self._coordinator.split(","):
+                client = CoordinatorClient(address)
+                publisher = PrefixPublisher(client, self._publishing)
+                self._publishers.append((client, publisher, self._control.submit(publisher.run())))
+        for _, publisher, _ in self._publishers:
+            publisher.publish(prefix, lambda: time.monotonic() < ends)
+
+    def _publishing(self) -> WorkerEpoch:
+        assert self._owner is not None
+        return WorkerEpoch(self._owner.worker_id, self._owner.epoch)
+
+    def _withdraw(self, request_id: str) -> None:
+        for _, publisher, _ in self._publishers:
+            publisher.withdraw(request_id)
+
+    async def _find(self, query: PrefixQuery) -> list[FoundPrefix]:
+        if self._asking is None:
+            self._asking = CoordinatorClient(self._coordinator)
+        return await self._asking.find_prefix(query, _FIND_S)
+
+    async def _close(self) -> None:
+        publishers, self._publishers = self._publishers, []
+        for client, _, running in publishers:
+            running.cancel()
+            await client.close()
+        if self._asking is not None:
+            asking, self._asking = self._asking, None
+            await asking.close()

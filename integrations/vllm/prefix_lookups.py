@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds a peer that has a prompt's prefix, and decides whether to pull it or to compute it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from kvlink.control.prefix_values import FoundPrefix
+from kvlink.errors import ConfigError
+from kvlink.worker.prefix_choice import PrefillMeter, pull_or_compute
+
+from .handoff import Handoff, RankInfo
+from .peer_prefixes import PeerPrefixes
+from .prefixes import MOST_DIGESTS, prefix_digests, shared_span
+from .prompt_inputs import has_embeddings
+from .stream_timing import LoadCost
+
+_log = logging.getLogger("vllm.kvlink")
+
+_LEAST_TOKENS = 64
+"""A step that computes fewer tokens says little about the time of a prefill."""
+_MARGIN = 1.5
+
+
+class PrefixLookups:
+    """The lookups of requests that are not scheduled yet. Used on the scheduler's thread. `counts` counts by result.
+
+    `cost` returns the predicted cost of loads from a worker's server, None before the first.
+    """
+
+    def __init__(
+        self, peers: PeerPrefixes, counts: Counter[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = peers
+        self._counts = counts
+        self._clock = clock
+        self._new: set[str] = set()
+        self._asked: dict[str, Future[list[FoundPrefix]]] = {}
+        self._step: tuple[float, int] | None = None
+        self.meter = PrefillMeter()
+        self.cost: Callable[[str], LoadCost | None] = lambda worker_id: None
+
+    def arrived(self, request: Any) -> None:
+        """Registers a request that has no ticket of its own."""
+        if not has_embeddings(request):
+            self._new.add(request.request_id)
+
+    def ask(self, request: Any, num_computed: int, ranks: tuple[RankInfo, ...]) -> None:
+        """Asks once for each request, when it is known how much the own cache has."""
+        request_id = request.request_id
+        if request_id not in self._new or not ranks:
+            return
+        self._new.discard(request_id)
+        own = ranks[0]
+        span = shared_span(own.block_tokens[0] * own.kernel_blocks[0])
+        most = min(int(request.num_prompt_tokens) - 1, MOST_DIGESTS * span) // span * span
+        if most > num_computed:
+            digests = prefix_digests(request, most, span)
+            self._asked[request_id] = self._peers.find(digests, span, num_computed, own.owner.worker_id)
+
+    def is_asking(self, request_id: str) -> bool:
+        """Returns whether the answer is not there yet."""
+        asked = self._asked.get(request_id)
+        return asked is not None and not asked.done()
+
+    def take(self, request: Any, common: Callable[[Any, Handoff], int], num_computed: int) -> Handoff | None:
+        """Returns what to pull, or None if the prompt is to be computed. `common` compares prompt and handoff."""
+        asked = self._asked.pop(request.request_id, None)
+        if asked is None:
+            return None
+        error = CancelledError() if asked.cancelled() else asked.exception()
+        if error is not None:
+            self._counts["directory_failed"] += 1
+            _log.info("request %s: the directory of prefixes does not answer: %s", request.request_id, error)
+            return None
+        if not (found := asked.result()):
+            return None
+        try:
+            handoff = Handoff.from_params(json.loads(found[0].tickets[0]))
+        except (ConfigError, ValueError, RecursionError):
+            self._counts["malformed"] += 1
+            return None
+        return handoff if self._pays(request, handoff, common(request, handoff) - num_computed) else None
+
+    def ended(self, request_id: str) -> None:
+        """Forgets a request in any state."""
+        self._new.discard(request_id)
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.cancel()
+
+    def step_began(self, num_tokens: int) -> None:
+        """Notes that a step computes so many tokens. Another one has ended."""
+        self.step_ended()
+        if num_tokens >= _LEAST_TOKENS:
+            self._step = self._clock(), num_tokens
+
+    def step_ended(self) -> None:
+        """Notes how long the last step took."""
+        if self._step is not None:
+            began, num_tokens = self._step
+            self._step = None
+            self.meter.note(num_tokens, self._clock() - began)
+
+    def _pays(self, request: Any, handoff: Handoff, num_tokens: int) -> bool:
+        if num_tokens <= 0:
+            self._counts["nothing_in_common"] += 1
+            return False
+        cost, rate = self.cost(handoff.owners[0].worker_id), self.meter.rate()
+        if cost is None:  # the first pull from a server finds its cost out
+            reason, pays = "pulls: the cost of a pull from there is not known yet", rate is not None
+        else:
+            choice = pull_or_compute(num_tokens, cost.predict_s(num_tokens), rate, margin=_MARGIN)
+            reason, pays = choice.reason, choice.pull
+        _log.debug("request %s %s", request.request_id, reason)
+        self._counts["found" if pays else "computed_is_faster"] += 1
+        return pays
