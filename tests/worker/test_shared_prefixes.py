@@ -66,62 +66,62 @@ def opened() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def fleet(opened: ExitStack) -> Fleet:
+def peers(opened: ExitStack) -> Fleet:
     return Fleet(opened)
 
 
-def test_a_peer_pulls_the_prefix_that_it_has_in_common(fleet: Fleet) -> None:
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+def test_a_peer_pulls_the_prefix_that_it_has_in_common(peers: Fleet) -> None:
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     for at, block in enumerate(BLOCKS):
         blocks_of(owner)[:, block] = at + 1
     blocks_of(reader)[:] = 0xEE
     owner.publish_prefix(owner.offer_soft("system prompt", BLOCKS, digests=PROMPT))
-    (found,) = fleet.found(reader, [*PROMPT[:3], b"another question", b"and more of it.."], own_tokens=4)
+    (found,) = peers.found(reader, [*PROMPT[:3], b"another question", b"and more of it.."], own_tokens=4)
     assert found.num_tokens == 12
     assert "seat" not in repr(found)
     assert str(found) == "SharedPrefix(12 tokens on owner)"
     reader.pull(list(found.tickets), HERE[:3], tokens=(4, found.num_tokens)).wait()
     assert [int(blocks_of(reader)[0, block].max()) for block in HERE] == [0xEE, 2, 3, 0xEE]
-    assert fleet.find(reader, PROMPT, own_tokens=16) == []
-    assert fleet.find(reader, OTHER) == []
+    assert peers.find(reader, PROMPT, own_tokens=16) == []
+    assert peers.find(reader, OTHER) == []
     stats = reader.stats()
     assert stats.prefix_lookups["found"] == 1
     assert stats.prefix_lookups["none"] >= 1
     assert owner.stats().prefixes == 1
 
 
-def test_what_was_evicted_is_withdrawn_and_until_then_stale(fleet: Fleet) -> None:
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+def test_what_was_evicted_is_withdrawn_and_until_then_stale(peers: Fleet) -> None:
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     owner.publish_prefix(owner.offer_soft("turn", BLOCKS, digests=PROMPT))
-    (found,) = fleet.found(reader, PROMPT)
+    (found,) = peers.found(reader, PROMPT)
     owner.revoke([30])
     with pytest.raises(StaleBlocks) as stale:
         reader.pull(list(found.tickets), HERE, tokens=(0, 16)).wait()
     assert stale.value.why is StaleReason.EVICTED
     owner.publish_prefix(owner.offer_soft("other", [50], digests=OTHER[:1]))  # wakes the publisher
-    eventually(lambda: not fleet.find(reader, PROMPT))
-    assert fleet.found(reader, OTHER)
+    eventually(lambda: not peers.find(reader, PROMPT))
+    assert peers.found(reader, OTHER)
 
 
-def test_a_directory_that_names_another_prompt_is_not_believed(fleet: Fleet) -> None:
+def test_a_directory_that_names_another_prompt_is_not_believed(peers: Fleet) -> None:
     """Digests that agree in their first 8 bytes only, as those of a faulty directory would."""
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    (found,) = fleet.found(reader, [PROMPT[0], *ALIKE[1:]])
+    (found,) = peers.found(reader, [PROMPT[0], *ALIKE[1:]])
     assert found.num_tokens == 4
-    assert fleet.find(reader, ALIKE) == []
+    assert peers.find(reader, ALIKE) == []
 
 
 @pytest.mark.parametrize("field", ["model", "dtype"])
-def test_caches_of_other_models_are_not_found(fleet: Fleet, field: str) -> None:
+def test_caches_of_other_models_are_not_found(peers: Fleet, field: str) -> None:
     owner, reader = (
-        fleet.worker("owner"),
-        fleet.worker("reader", dataclasses.replace(NAMED, **{field: "other"})),
+        peers.worker("owner"),
+        peers.worker("reader", dataclasses.replace(NAMED, **{field: "other"})),
     )
-    same = fleet.worker("same")
+    same = peers.worker("same")
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    assert fleet.found(same, PROMPT)
-    assert fleet.find(reader, PROMPT) == []
+    assert peers.found(same, PROMPT)
+    assert peers.find(reader, PROMPT) == []
 
 
 def test_the_scope_is_that_of_the_model_and_not_of_the_server() -> None:
@@ -142,73 +142,73 @@ def test_the_scope_is_that_of_the_model_and_not_of_the_server() -> None:
         cache_scope([LAYOUT])
 
 
-def test_a_ticket_of_another_tenant_is_not_used(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_ticket_of_another_tenant_is_not_used(peers: Fleet, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(name * 32)
-    owner = fleet.worker("owner", ticket_keys=str(tmp_path / "a"))
-    friend = fleet.worker("friend", ticket_keys=str(tmp_path / "a"))
-    stranger = fleet.worker("stranger", ticket_keys=str(tmp_path / "b"))
+    owner = peers.worker("owner", ticket_keys=str(tmp_path / "a"))
+    friend = peers.worker("friend", ticket_keys=str(tmp_path / "a"))
+    stranger = peers.worker("stranger", ticket_keys=str(tmp_path / "b"))
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    assert fleet.found(friend, PROMPT)
-    assert fleet.find(stranger, PROMPT) == []
+    assert peers.found(friend, PROMPT)
+    assert peers.find(stranger, PROMPT) == []
 
 
-def test_a_withdrawn_prefix_is_not_found_and_its_offer_goes_on(fleet: Fleet) -> None:
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+def test_a_withdrawn_prefix_is_not_found_and_its_offer_goes_on(peers: Fleet) -> None:
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     ticket = owner.offer_soft("prompt", BLOCKS, digests=PROMPT)
     owner.publish_prefix(ticket)
-    assert fleet.found(reader, PROMPT)
+    assert peers.found(reader, PROMPT)
     owner.withdraw_prefix("prompt")
-    eventually(lambda: not fleet.find(reader, PROMPT))
+    eventually(lambda: not peers.find(reader, PROMPT))
     reader.pull(ticket, HERE).wait()
     owner.withdraw_prefix("prompt")
 
 
-def test_a_prefix_ends_with_its_worker(fleet: Fleet) -> None:
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+def test_a_prefix_ends_with_its_worker(peers: Fleet) -> None:
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    assert fleet.found(reader, PROMPT)
+    assert peers.found(reader, PROMPT)
     owner.close()
-    eventually(lambda: not fleet.find(reader, PROMPT))
+    eventually(lambda: not peers.find(reader, PROMPT))
 
 
-def test_each_of_several_coordinators_knows_the_prefix(fleet: Fleet) -> None:
+def test_each_of_several_coordinators_knows_the_prefix(peers: Fleet) -> None:
     """They share a store, as they do on etcd, and each has a directory of its own."""
-    other = fleet.start()
-    owner = fleet.worker("owner", coordinator=f"{fleet.coordinator.address},{other.address}")
+    other = peers.start()
+    owner = peers.worker("owner", coordinator=f"{peers.coordinator.address},{other.address}")
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    for coordinator in (fleet.coordinator, other):
-        reader = fleet.worker(f"reader at {coordinator.address}", coordinator=coordinator.address)
-        assert fleet.found(reader, PROMPT)
+    for coordinator in (peers.coordinator, other):
+        reader = peers.worker(f"reader at {coordinator.address}", coordinator=coordinator.address)
+        assert peers.found(reader, PROMPT)
     assert owner.stats().prefixes == 1
 
 
 @pytest.mark.verify
-def test_a_coordinator_that_restarts_gets_all_prefixes_again(fleet: Fleet) -> None:
-    owner, reader = fleet.worker("owner"), fleet.worker("reader")
+def test_a_coordinator_that_restarts_gets_all_prefixes_again(peers: Fleet) -> None:
+    owner, reader = peers.worker("owner"), peers.worker("reader")
     owner.publish_prefix(owner.offer_soft("prompt", BLOCKS, digests=PROMPT))
-    assert fleet.found(reader, PROMPT)
-    port = int(fleet.coordinator.address.rpartition(":")[2])
-    ControlThread.shared().run(fleet.coordinator.close())
+    assert peers.found(reader, PROMPT)
+    port = int(peers.coordinator.address.rpartition(":")[2])
+    ControlThread.shared().run(peers.coordinator.close())
     with pytest.raises(CoordinatorUnavailable):
-        fleet.find(reader, PROMPT)
-    fleet.store = MemoryStore()
-    fleet.start(port)
+        peers.find(reader, PROMPT)
+    peers.store = MemoryStore()
+    peers.start(port)
 
     def found() -> bool:
         try:
-            return bool(fleet.find(reader, PROMPT))
+            return bool(peers.find(reader, PROMPT))
         except CoordinatorUnavailable:
             return False
 
     assert eventually(found)
 
 
-def test_what_cannot_be_published_is_refused(fleet: Fleet) -> None:
-    owner, other = fleet.worker("owner"), fleet.worker("other")
+def test_what_cannot_be_published_is_refused(peers: Fleet) -> None:
+    owner, other = peers.worker("owner"), peers.worker("other")
     soft = owner.offer_soft("prompt", BLOCKS, digests=PROMPT)
     alone = Worker(BlockPool.allocate(NAMED), "alone", config=WorkerConfig(transports="loopback"))
-    nameless = fleet.worker("nameless", LAYOUT)
+    nameless = peers.worker("nameless", LAYOUT)
     for worker, ticket, says in (
         (owner, owner.offer("pinned", [50]), "needs a ticket of offer_soft with digests"),
         (owner, owner.offer_soft("plain", [51]), "needs a ticket of offer_soft with digests"),
