@@ -20,6 +20,7 @@ Pull, PullStats, PathTaken    a running pull, its statistics and its path
 PreparedPull, Termination     a pull again and again; SIGTERM, to drain
 SharedPrefix, PrefixChoice,   a prefix in a peer's cache (digest_prefixes),
   PrefillRate, PrefillMeter   and whether to pull it (pull_or_compute)
+Relay, broadcast_parents      one request for many workers
 KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvlink import errors
+    from kvlink.broadcast import broadcast_parents
     from kvlink.config import WorkerConfig
     from kvlink.errors import (
         AccessDenied,
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from kvlink.worker.prefix_choice import PrefillMeter, PrefillRate, PrefixChoice, pull_or_compute
     from kvlink.worker.prefixes import SharedPrefix
     from kvlink.worker.prepared import PreparedPull
+    from kvlink.worker.relay import Relay
     from kvlink.worker.termination import Termination
 
 __all__ = [
@@ -93,6 +96,7 @@ __all__ = [
     "PullStats",
     "ReadyUnit",
     "Regions",
+    "Relay",
     "SharedPrefix",
     "StaleBlocks",
     "StaleReason",
@@ -105,6 +109,7 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "__version__",
+    "broadcast_parents",
     "dense",
     "digest_prefixes",
     "errors",
@@ -124,7 +129,9 @@ _HOMES = {
     "worker.prefix_choice": ("PrefillMeter", "PrefillRate", "PrefixChoice", "pull_or_compute"),
     "worker.prefixes": ("SharedPrefix",),
     "worker.prepared": ("PreparedPull",),
+    "worker.relay": ("Relay",),
     "worker.termination": ("Termination",),
+    "broadcast": ("broadcast_parents",),
 }
 """Maps each module to the public names that it defines. Every other name of `__all__` is in `errors`."""
 

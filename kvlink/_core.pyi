@@ -123,6 +123,9 @@ class Transfer:
     @property
     def started_ns(self) -> int:
         """By `time.monotonic_ns()`."""
+    @property
+    def proven_units(self) -> int:
+        """Of a streaming transfer: so many units have landed and validated, also if it failed later."""
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
         """Releases the GIL. False: still running. A negative timeout waits for ever."""
@@ -230,6 +233,25 @@ class Connection:
 
         Each group has its planner, owner's and reader's blocks, tokens, layers, and whether a streaming transfer reads
         it once all is ready. `stream` may also be 3 if `ready` counts tokens, up to `num_tokens`.
+        """
+    def relay(
+        self,
+        engine: Engine,
+        lease: int,
+        scale: int,
+        last: bool,
+        group: tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool],
+        seat: tuple[int, int, int],
+        stream: int,
+        num_tokens: int,
+        batch: int,
+        timeout_s: float,
+    ) -> Transfer | None:
+        """Starts a streaming transfer of one cache group that is offered on, under a lease of this worker's engine.
+
+        At most `batch` units are read before the owner's slot is looked at again. `ready` of the lease becomes `scale`
+        for each unit whose bytes have validated; lease 0 stands for none. With `last`, the lease is aborted if the
+        transfer fails.
         """
     def settle(self, slot: int, settle_nonce: int) -> bool:
         """One-sided; False when the connection is broken."""

@@ -80,6 +80,33 @@ std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::h
                request.planner->bytes(tokens.end - tokens.begin, layers));
 }
 
+using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
+
+/// Pulls one cache group in batches, and offers it on under `lease` of the same worker, unless that is 0: the
+/// lease's `ready` grows by `scale` for each unit that has validated. With `last`, the lease ends if the pull
+/// fails.
+std::shared_ptr<Transfer> relay(Connection& self, Engine& engine, uint64_t lease, uint64_t scale, bool last,
+                                const GroupRow& row, LeaseSeat seat, int stream, uint32_t num_tokens,
+                                uint64_t batch, double timeout_s) {
+  check(self.process().check());
+  if (static_cast<StreamUnit>(stream) == StreamUnit::kNone) raise(Status::Config("a relay streams"));
+  const auto& [planner, owner_blocks, reader_blocks, tokens, layers, at_end] = row;
+  const BlockIds owner(owner_blocks), reader(reader_blocks);
+  PullRequest request = request_of(planner, owner, reader, tokens, layers);
+  request.num_tokens = num_tokens;
+  request.batch_units = batch;
+  if (lease != 0) {
+    // The table outlives the transfer's run: closing the engine closes its connections, which ends all
+    // transfers.
+    LeaseTable* const leases = &engine.leases();
+    request.follower = std::make_shared<const Follower>(
+        Follower{[=](uint64_t units) { leases->set_ready(lease, units * scale); },
+                 [=] { last && leases->abort(lease); }});
+  }
+  return start(self, request, seat, stream, timeout_s,
+               planner.planner->bytes(tokens.end - tokens.begin, layers));
+}
+
 /// Keeps the connection, whose numbers of regions its plan has.
 struct PreparedPlan {
   std::shared_ptr<Connection> connection;
@@ -99,8 +126,6 @@ PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& p
   const BlockIds owner(owner_blocks), reader(reader_blocks);
   return {self, take(self->prepare(request_of(planner, owner, reader, tokens, layers)))};
 }
-
-using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
 
 /// Each row: planner, owner's and reader's blocks, tokens, layers, whether a streaming pull reads it at the
 /// end.
@@ -138,6 +163,7 @@ void register_transfer(py::module_& m) {
                                return static_cast<int>(self.state());
                              })
       .def_property_readonly("started_ns", &Transfer::started_ns)
+      .def_property_readonly("proven_units", &Transfer::proven_units)
       .def("done",
            [](const Transfer& self) {
              check(self.check_process());
@@ -196,6 +222,9 @@ void register_connection(py::module_& m) {
            py::arg("tokens"), py::arg("layers"))
       .def("pull_groups", &pull_groups, py::arg("groups"), py::arg("seat"), py::arg("stream"),
            py::arg("num_tokens"), py::arg("timeout_s"))
+      .def("relay", &relay, py::arg("engine"), py::arg("lease"), py::arg("scale"), py::arg("last"),
+           py::arg("group"), py::arg("seat"), py::arg("stream"), py::arg("num_tokens"), py::arg("batch"),
+           py::arg("timeout_s"))
       .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
       .def_property_readonly("broken", own(&Connection::broken))
       .def_property_readonly("idle", own(&Connection::idle))

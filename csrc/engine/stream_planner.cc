@@ -7,6 +7,7 @@ namespace kvlink {
 
 Status StreamPlanner::start(const PullRequest& request) {
   unit_ = request.stream;
+  if (request.batch_units > 0) batch_units_ = request.batch_units;
   Range layers = request.layers;
   layers.end = std::min(layers.end, request.planner->num_layers());
   if (unit_ == StreamUnit::kLayers) total_units_ = layers.end;
@@ -36,6 +37,7 @@ void StreamPlanner::follow(const GroupRead& read) {
 
 Status StreamPlanner::plan(uint64_t ready, bool fold, Plan& into) {
   ready = std::min(ready, total_units_);
+  if (ready - planned_units_ > batch_units_) ready = planned_units_ + batch_units_;
   into.clear();
   for (const Followed& group : groups_) {
     PlanScope scope = newly_ready(group.read, ready);

@@ -18,6 +18,7 @@ class StreamPlanner {
   Status plan(uint64_t ready, bool fold, Plan& into);
 
   bool any_beyond(uint64_t ready) const { return std::min(ready, total_units_) > planned_units_; }
+  uint64_t planned_units() const { return planned_units_; }
   bool all_planned() const { return planned_units_ >= total_units_; }
 
  private:
@@ -30,7 +31,7 @@ class StreamPlanner {
 
   StreamUnit unit_ = StreamUnit::kNone;
   std::vector<Followed> groups_;
-  uint64_t planned_units_ = 0, total_units_ = 0;
+  uint64_t planned_units_ = 0, total_units_ = 0, batch_units_ = UINT64_MAX;
 };
 
 }  // namespace kvlink

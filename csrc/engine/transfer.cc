@@ -52,6 +52,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       deadline_ns_(request.deadline_ns),
       driver_(std::move(driver)),
       prepared_(request.prepared),
+      follower_(request.follower),
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   stats_.soft = seat_.is_shared();
@@ -265,17 +266,27 @@ void Transfer::on_slot(int64_t now) {
   if (words_[0] != seat_.nonce) {
     stop(stale_blocks(words_[0]));
   } else if (phase_ == Phase::kPeek) {
+    // The reads of all units planned so far had ended when this look was posted, so it validates them.
+    prove();
     plan_ready(words_[1], now);
-  } else if (in_flight_ > 0 || !redo_.empty() || next_op_ < plan().ops.size()) {
+  } else if (!all_landed()) {
     // Not all data has landed, because an endpoint broke its promise of order. This slot read proves nothing.
     phase_ = Phase::kRead;
     lanes_used_ = ~0ull;
   } else if (phase_ == Phase::kValidate) {
     stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
+    prove();
     if (!settles(seat_)) return finish({}, now);
     phase_ = Phase::kSettle;
     phase_started_ns_ = now;
   }
+}
+
+/// REQUIRES that the lease's nonce was read behind the reads of all units planned so far.
+void Transfer::prove() {
+  if (!streams_ || !all_landed()) return;
+  proven_units_.store(stream_.planned_units(), std::memory_order_release);
+  if (follower_) follower_->proven(stream_.planned_units());
 }
 
 /// Plans the units that became ready since the last look, or sets when to look again.
@@ -332,6 +343,7 @@ void Transfer::finish(Status status, int64_t now) {
   if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
   }
+  if (follower_ && !result_.ok()) follower_->failed();
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
   for (const auto& [queue, token] : watchers_) queue->push(token);

@@ -85,6 +85,9 @@ class Transfer {
   bool wait(int64_t timeout_ns);
   Status status() const;
   TransferStats stats() const;
+  /// A streaming pull: so many units have landed and validated. Nothing writes their bytes any more, so
+  /// others may read them, also after the pull has failed.
+  uint64_t proven_units() const { return proven_units_.load(std::memory_order_acquire); }
   /// Requests the end. Once done() returns true, no late byte lands.
   void cancel();
   /// Returns false if the transfer has already ended; nothing is pushed then.
@@ -138,6 +141,8 @@ class Transfer {
   Step take_reads(const Window& window, uint32_t lane);
   void choose_way();
   void on_slot(int64_t now_ns);
+  void prove();
+  bool all_landed() const { return in_flight_ == 0 && redo_.empty() && next_op_ >= plan().ops.size(); }
   void plan_ready(uint64_t ready, int64_t now_ns);
   void stop(Status why);
   void settle_ended(const Status& status, int64_t now_ns);
@@ -155,6 +160,7 @@ class Transfer {
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const TransferDriver> driver_;
   const std::shared_ptr<const Plan> prepared_;  // null: see plan_
+  const std::shared_ptr<const Follower> follower_;
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
@@ -166,6 +172,7 @@ class Transfer {
   Atomic<bool> parted_{false};
   Atomic<uint32_t> attached_{0};
   Atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
+  Atomic<uint64_t> proven_units_{0};
 
   mutable Mutex mutex_;  // guards everything below
   CondVar changed_;

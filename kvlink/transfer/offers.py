@@ -166,7 +166,7 @@ class Offers:
 
     def set_ttl(self, request_id: str, ttl_s: float) -> None:
         """Makes an offer end `ttl_s` seconds from now, even if that is sooner than before. Raises UnknownRequest."""
-        _check_live(request_id, self._engine.core.set_ttl(self._lease_of(request_id), ttl_s))
+        _check_live(request_id, self._engine.core.set_ttl(self.lease_of(request_id), ttl_s))
 
     def hand_off(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
         """Records that the caller has sent its ticket, so that `num_blocks` blocks stay pinned for `ttl_s` seconds.
@@ -180,15 +180,15 @@ class Offers:
 
     def set_ready(self, request_id: str, ready: int) -> None:
         """See `Worker.set_ready`."""
-        _check_live(request_id, self._engine.core.set_ready(self._lease_of(request_id), ready))
+        _check_live(request_id, self._engine.core.set_ready(self.lease_of(request_id), ready))
 
     def extend(self, request_id: str, ttl_s: float) -> None:
         """See `Worker.extend`."""
-        _check_live(request_id, self._engine.core.extend(self._lease_of(request_id), ttl_s))
+        _check_live(request_id, self._engine.core.extend(self.lease_of(request_id), ttl_s))
 
     def abort(self, request_id: str) -> None:
         """See `Worker.abort`."""
-        self._engine.core.abort(self._lease_of(request_id))
+        self._engine.core.abort(self.lease_of(request_id))
 
     def events(self) -> list[LeaseEvent]:
         """See `Worker.events`."""
@@ -221,7 +221,8 @@ class Offers:
         with self._lock:
             return sum(offered.num_blocks for offered in self._by_request.values())
 
-    def _lease_of(self, request_id: str) -> int:
+    def lease_of(self, request_id: str) -> int:
+        """Returns the number of an offer's lease. Raises UnknownRequest."""
         with self._lock:
             offered = self._by_request.get(request_id) if isinstance(request_id, str) else None
         if offered is None:

@@ -34,11 +34,11 @@ from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import PullStarts, Want, start
 from kvlink.transfer.restart import Restart
 from kvlink.types import ReadyUnit, WorkerCard
-from kvlink.worker.draining import Draining
 from kvlink.worker.exit import open_workers
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.prepared import PreparedPull, check_ticket
 from kvlink.worker.reachability import advertised_host
+from kvlink.worker.relays import Relays
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
 from kvlink.worker.unread import Releaser, is_empty
@@ -48,7 +48,7 @@ _NEEDED: Any = None
 _JOIN_S, _CLOSE_S = 10.0, 5.0
 
 
-class Worker(Draining):
+class Worker(Relays):
     """Joins a deployment on construction, and leaves with `close` or at the end of a `with` block. Thread-safe.
 
     pool: the blocks that it offers and pulls into.

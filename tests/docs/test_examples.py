@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 OUTPUT = {
     "streaming.py": "all 6 blocks are right: 196608 bytes",
     "asyncio_server.py": "computing it here: request request-2",
+    "broadcast.py": "4 workers have prefix, and its offer is settled",
     "torch_cache.py": "all rows are equal, converted from NHD to HND on the way",
     "two_processes.py": "request-42 settled: its blocks may be written again",
     "with_coordinator.py": "pulled 98304 bytes by request id",

@@ -77,6 +77,15 @@ class Lan:
             check=True,
         )
 
+    def pace_in(self, name: str, rate: str) -> None:
+        """Limits what reaches this host to a rate in tc's form."""
+        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
+        port = f"p{self.names.index(name)}"
+        subprocess.run(
+            ["tc", "-n", f"{self._prefix}-switch", "qdisc", "replace", "dev", port, "root", *shape],
+            check=True,
+        )
+
     def receive_on(self, name: str, cpus: int) -> None:
         """Has packets for this host handled by the CPUs of a mask, and not by the CPU of their sender."""
         port = f"p{self.names.index(name)}"

@@ -88,6 +88,18 @@ TEST_F(StreamPlannerTest, ChecksEveryGroupBeforeTheFirstByte) {
   EXPECT_EQ(planner.start(request_of(StreamUnit::kTokens, more)).code(), Code::kConfig);
 }
 
+TEST_F(StreamPlannerTest, PlansABatchAtATime) {
+  StreamPlanner planner;
+  PullRequest request = request_of(StreamUnit::kBlocks, {});
+  request.batch_units = 2;
+  ASSERT_TRUE(planner.start(request).ok());
+  EXPECT_EQ(bytes_at(planner, 3), 8 * kRow);
+  EXPECT_EQ(planner.planned_units(), 2u);
+  EXPECT_FALSE(planner.all_planned());
+  EXPECT_EQ(bytes_at(planner, 3), 2 * kRow);
+  EXPECT_TRUE(planner.all_planned());
+}
+
 TEST_F(StreamPlannerTest, FollowsBlocksOfOneGroup) {
   StreamPlanner planner;
   ASSERT_TRUE(planner.start(request_of(StreamUnit::kBlocks, {})).ok());

@@ -36,8 +36,7 @@ struct TransferTest : ::testing::Test {
   }
 
   std::unique_ptr<Transfer> start(StreamUnit stream = StreamUnit::kNone, int64_t deadline = kFar,
-                                  const LeaseSeat& seat = {1, kNonce, kSettle}) {
-    PullRequest request;
+                                  const LeaseSeat& seat = {1, kNonce, kSettle}, PullRequest request = {}) {
     request.planner = planner;
     request.owner_blocks = owner;
     request.reader_blocks = reader;
@@ -298,6 +297,83 @@ TEST_F(TransferTest, AStreamIsAloneUnlessItWaitsForItsOwner) {
     transfer->ended(slot, {}, 1);
     EXPECT_EQ(transfer->stats().alone, ready == 3) << ready;
   }
+}
+
+/// A pull in batches of one block, whose owner has written all, and what its follower was told.
+struct RelayTest : TransferTest {
+  std::vector<uint64_t> told;
+  int failures = 0;
+  bool ended_before_failure = false;
+  std::unique_ptr<Transfer> transfer;
+
+  void begin() {
+    PullRequest request;
+    request.batch_units = 1;
+    request.follower =
+        std::make_shared<const Follower>(Follower{[this](uint64_t units) { told.push_back(units); },
+                                                  [this] {
+                                                    ++failures;
+                                                    ended_before_failure = transfer && transfer->done();
+                                                  }});
+    transfer = start(StreamUnit::kBlocks, kFar, {1, kNonce, kSettle}, request);
+  }
+  Step next(Kind kind) {
+    const Step step = transfer->next(kOneOp, true, 0, 1);
+    EXPECT_EQ(step.kind, kind);
+    return step;
+  }
+  void look(uint64_t nonce, uint64_t ready) {
+    const Step slot = next(Kind::kSlot);
+    slot_says(nonce, ready);
+    transfer->ended(slot, {}, 1);
+  }
+};
+
+TEST_F(RelayTest, AFollowerIsToldWhatWasReadBeforeTheNonceWasSeenAgain) {
+  begin();
+  look(kNonce, 3);
+  for (uint64_t block = 0; block < 2; ++block) {
+    const Step data = next(Kind::kReads);
+    EXPECT_EQ(data.bytes, kBlockBytes) << "one batch";
+    EXPECT_EQ(transfer->next(kOneOp, true, 0, 1).kind, Kind::kNone) << "the look waits for the batch";
+    transfer->ended(data, {}, 1);
+    EXPECT_EQ(transfer->proven_units(), block) << "it has landed, and may be stale";
+    look(kNonce, 3);
+    EXPECT_EQ(transfer->proven_units(), block + 1);
+  }
+  transfer->ended(next(Kind::kReads), {}, 1);
+  look(kNonce, 3);
+  EXPECT_EQ(told, (std::vector<uint64_t>{0, 1, 2, 3})) << "before it is settled";
+  transfer->ended(next(Kind::kSettle), {}, 1);
+  EXPECT_EQ(transfer->state(), TransferState::kSettled);
+  EXPECT_EQ(failures, 0);
+}
+
+TEST_F(RelayTest, AStaleBatchIsNotAnnouncedAndTheFailureIsToldBeforeTheEnd) {
+  begin();
+  look(kNonce, 3);
+  transfer->ended(next(Kind::kReads), {}, 1);
+  look(kNonce, 3);
+  transfer->ended(next(Kind::kReads), {}, 1);
+  look(static_cast<uint64_t>(LeaseEnd::kAborted), 3);
+  EXPECT_EQ(transfer->state(), TransferState::kFailed);
+  EXPECT_EQ(told.back(), 1u);
+  EXPECT_EQ(transfer->proven_units(), 1u) << "what was proven before remains so";
+  EXPECT_EQ(failures, 1);
+  EXPECT_FALSE(ended_before_failure) << "its blocks might be written again by then";
+}
+
+TEST_F(RelayTest, ABatchThatALaneDroppedIsReadAgainBeforeItIsAnnounced) {
+  begin();
+  look(kNonce, 3);
+  transfer->dropped(next(Kind::kReads), 1);
+  const Step again = next(Kind::kReads);
+  EXPECT_EQ(transfer->next(kOneOp, true, 0, 1).kind, Kind::kNone);
+  transfer->ended(again, {}, 1);
+  EXPECT_EQ(told, (std::vector<uint64_t>{0}));
+  look(kNonce, 3);
+  EXPECT_EQ(told.back(), 1u);
+  transfer->refuse(Status::Cancelled("the test ends"), 1);
 }
 
 TEST_F(TransferTest, AStreamWhoseLeaseEndsIsStale) {
