@@ -142,6 +142,18 @@ def test_another_images_ticket_is_refused(servers: Encoding) -> None:
     assert eventually(lambda: items(servers.reader, "mismatch") == before + 1, SETTLE_S)
 
 
+def test_a_reader_of_two_ranks(servers: Encoding) -> None:
+    """Its ranks are processes beside the scheduler's, whose memory they map."""
+    messages: list[Parts] = [[text(50), "h", text(20), "i"], ["h", text(900)]]
+    expected = [asked(servers.plain, parts).tokens for parts in messages]
+    with running([launch("ec_consumer", "--tensor-parallel-size", "2")]) as (reader,):
+        for parts, tokens in zip(messages, expected, strict=True):
+            answer = asked(reader, parts, ec_transfer_params=servers.encode(parts))
+            assert answer.tokens == tokens
+        assert eventually(lambda: items(reader, "pulled") == 2, SETTLE_S)
+        assert items(reader, "encoded_here") == 0
+
+
 def test_the_encoder_server_is_killed(servers: Encoding) -> None:
     parts: Parts = [text(30), "killed", text(30)]
     expected = asked(servers.plain, parts).tokens

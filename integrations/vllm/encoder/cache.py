@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,11 +53,9 @@ class EncoderCache:
         self._worker = worker
         self._free = list(range(memory.shape.num_blocks - 1, -1, -1))
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._written: dict[str, Entry] = {}  # by steps that may not have ended
         self.step = 0
         """The number of the last step that was sent to the workers."""
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))
 
     def get(self, identifier: str) -> Entry | None:
         """Returns the entry of an item and counts it as used. Looks whether a step has written it."""
@@ -77,11 +74,11 @@ class EncoderCache:
         """Gives blocks to an item, whose old content is no longer offered. None if too many blocks are in use."""
         needed = self._num_blocks(item)
         evicted: list[Entry] = []
-        num_free = len(self._free)
+        num_free, done = len(self._free), self._done()
         for entry in self._entries.values():
             if num_free >= needed:
                 break
-            if self._evictable(entry):
+            if not entry.wanted and entry.pull is None and entry.busy_until <= done:
                 evicted.append(entry)
                 num_free += len(entry.blocks)
         if num_free < needed:
@@ -96,6 +93,7 @@ class EncoderCache:
         """Takes the blocks back. On return no reader accepts or, over tcp, gets what they will hold next."""
         self._worker.revoke(entry.blocks)
         del self._entries[entry.item.identifier]
+        self._written.pop(entry.item.identifier, None)
         self._free.extend(entry.blocks)
 
     def sent(self) -> int:
@@ -103,16 +101,20 @@ class EncoderCache:
         self.step += 1
         return self.step
 
+    def writes(self, entry: Entry) -> None:
+        """Registers that the step that is being scheduled writes the blocks of an entry."""
+        entry.written_by = entry.busy_until = self.step + 1
+        self._written[entry.item.identifier] = entry
+
     def take_unwritten(self) -> list[Entry]:
         """Drops and returns the entries whose step has ended without writing them."""
-        done = self._done()
-        lost = []
-        for entry in self:
-            if entry.written_by and not entry.ready and entry.busy_until <= done:
-                self._look(entry)
-                if not entry.ready:
-                    self.drop(entry)
-                    lost.append(entry)
+        ended = [entry for entry in self._written.values() if entry.busy_until <= self._done()]
+        for entry in ended:
+            self._look(entry)
+            del self._written[entry.item.identifier]
+        lost = [entry for entry in ended if not entry.ready]
+        for entry in lost:
+            self.drop(entry)
         return lost
 
     def _look(self, entry: Entry) -> None:
@@ -121,9 +123,6 @@ class EncoderCache:
 
     def _done(self) -> int:
         return int(self._memory.steps.min())
-
-    def _evictable(self, entry: Entry) -> bool:
-        return not entry.wanted and entry.pull is None and entry.busy_until <= self._done()
 
     def _num_blocks(self, item: Item) -> int:
         return -(-item.num_bytes // self._memory.shape.block_bytes)

@@ -45,7 +45,7 @@ class EncoderOffers:
         if entry is None:
             self._counts["no_room"] += 1
             return
-        entry.written_by = entry.busy_until = self._cache.step + 1
+        self._cache.writes(entry)
         self._saves[item.identifier] = entry
 
     def take_saves(self) -> list[Copy]:

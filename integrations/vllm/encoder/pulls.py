@@ -57,6 +57,8 @@ class EncoderPulls:
         self._timeout_s = timeout_s
         self._counts = counts
         self._now = now
+        self._running: dict[str, Entry] = {}
+        self._wanted: dict[str, list[Entry]] = {}  # by request
         self._failed: dict[str, set[str]] = {}  # items by request
         self._room_until: dict[tuple[str, str], float] = {}
 
@@ -75,8 +77,7 @@ class EncoderPulls:
                 request_id, identifier, "mismatch", f"{entry.item.rows} embeddings have this name"
             )
         if entry is not None:
-            entry.wanted.add(request_id)
-            return Arrival.READY if entry.ready else Arrival.WAITING
+            return self._wait_for(request_id, entry)
         return self._begin(request_id, identifier, rows, params)
 
     def loads(self, request_id: str, entry: Entry) -> None:
@@ -86,16 +87,15 @@ class EncoderPulls:
 
     def collect(self) -> None:
         """Looks after pulls whose requests have ended."""
-        for entry in self._cache:
-            if entry.pull is not None:
-                self._poll(entry)
+        for entry in list(self._running.values()):
+            self._poll(entry)
 
     def forget(self, request_id: str) -> None:
         """Forgets a request that has ended, in whatever way."""
         self._failed.pop(request_id, None)
         for key in [key for key in self._room_until if key[0] == request_id]:
             del self._room_until[key]
-        for entry in self._cache:
+        for entry in self._wanted.pop(request_id, ()):
             entry.wanted.discard(request_id)
 
     def _begin(self, request_id: str, identifier: str, rows: int, params: object) -> Arrival:
@@ -114,10 +114,16 @@ class EncoderPulls:
         except KVLinkError as error:
             return self._give_up(request_id, identifier, _result_of(error), str(error))
         entry.puller = request_id
-        entry.wanted.add(request_id)
+        self._running[identifier] = entry
         self._poll(entry)
         if identifier in self._failed.get(request_id, ()):
             return Arrival.FAILED
+        return self._wait_for(request_id, entry)
+
+    def _wait_for(self, request_id: str, entry: Entry) -> Arrival:
+        if request_id not in entry.wanted:
+            entry.wanted.add(request_id)
+            self._wanted.setdefault(request_id, []).append(entry)
         return Arrival.READY if entry.ready else Arrival.WAITING
 
     def _wait_for_room(self, request_id: str, identifier: str) -> Arrival:
@@ -134,6 +140,7 @@ class EncoderPulls:
         if pull is None or not pull.done():
             return
         entry.pull = None
+        del self._running[entry.item.identifier]
         try:
             pull.wait(0)
         except KVLinkError as error:
