@@ -175,6 +175,15 @@ def test_an_aborted_save_comes_back(encoder: EncoderServer) -> None:
     assert set(encoder.answer(later)) == {"late"}
 
 
+def test_a_pull_takes_the_blocks_of_an_item_that_its_step_did_not_write(encoder: EncoderServer) -> None:
+    with EncoderServer("both", produces=True, consumes=True, num_images=1) as server:
+        server.encode = lambda name: encoded(name, rows=ROWS + 1)  # type: ignore[method-assign]
+        assert server.step(request("x", [image("a")]))
+        params = encoder.answer(request("e", [image("b")]))
+        server.answer(request("y", [image("b", data=None)], params))
+        assert server.caches[0]["b"].equal(encoded("b"))
+
+
 @pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, 192])
 def test_two_mappings_share_the_bytes(num_bytes: int) -> None:
     shape = MemoryShape(num_blocks=5, block_bytes=64, num_ranks=2)
