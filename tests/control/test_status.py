@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from control.cards import make_card
 
-from kvlink.cli.status import Row, _ask, show
+from kvlink.cli.status import Row, _ask, _sentence, show
 from kvlink.control import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
 from kvlink.coordinator import Coordinator
@@ -108,3 +108,10 @@ async def test_ten_thousand_workers_are_listed_as_json_within_three_seconds_of_c
     assert shown.count('"worker"') == 10_000
     assert took_s < 3.0
     print(f"{took_s:.2f} s", end=" ")
+
+
+def test_the_sentence_has_the_directorys_size_once_it_is_used() -> None:
+    status = CoordinatorStatus(prefixes=2, prefix_bytes=3 << 20, published_prefixes=5)
+    used = status._replace(prefix_lookups=9, prefix_hits=4)
+    assert _sentence("here", used).endswith("; 2 prefixes in 3.00 MiB, found by 4 of 9 lookups")
+    assert "prefix" not in _sentence("here", CoordinatorStatus(workers=3))
