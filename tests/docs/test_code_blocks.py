@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,13 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-def program(page: str) -> str:
-    (text,) = [text for where, text in blocks("python") if where == page]
-    return text
+def program(page: str, number: int = 0) -> str:
+    return [text for where, text in blocks("python") if where == page][number]
 
 
 def test_each_program_is_run() -> None:
     """A new one needs a test below."""
-    assert [page for page, _ in blocks("python")] == [PREFIXES, MONITORING, TRANSFORMERS]
+    assert [page for page, _ in blocks("python")] == [PREFIXES, MONITORING, TRANSFORMERS, TRANSFORMERS]
 
 
 def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:
@@ -97,6 +97,38 @@ def test_transformers_hand_a_request_off(monkeypatch: pytest.MonkeyPatch) -> Non
         if "manager" in names:
             names["manager"].stop(block=True)
     assert len(names["output"].generated_tokens) == 128
+
+
+@pytest.mark.verify
+def test_a_request_of_transformers_moves() -> None:
+    pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+    from kvlink.demo.model import tiny_llama
+    from kvlink.integrations.transformers import Handoff, KVLinkHandoff, Prefix
+
+    prompt, num_new = list(range(1, 40)), 128
+    with ExitStack() as opened:
+        managers, ends = [], []
+        for name in ("source", "target"):
+            manager = tiny_llama().init_continuous_batching(
+                transformers.GenerationConfig(do_sample=False, eos_token_id=-1),
+                transformers.generation.ContinuousBatchingConfig(
+                    page_size=16, num_blocks=64, max_batch_tokens=64
+                ),
+            )
+            ends.append(opened.enter_context(KVLinkHandoff(manager, name)))
+            manager.start()
+            opened.callback(manager.stop, block=True)
+            managers.append(manager)
+        managers[0].add_request(prompt, "alone", max_new_tokens=num_new)
+        expected = managers[0].get_result("alone").generated_tokens
+        managers[0].add_request(prompt, "moves", max_new_tokens=num_new)
+        active = managers[0].batch_processor.scheduler.active_requests
+        eventually(lambda: "moves" in active and len(active["moves"].generated_tokens) > 20)
+        names: dict[str, Any] = {"source": ends[0], "target": ends[1], "request_id": "moves"}
+        exec(program(TRANSFORMERS, 1), names | {"Handoff": Handoff, "Prefix": Prefix}, names)
+        assert managers[1].get_result(names["moved_id"]).generated_tokens == expected
+        assert ends[1].stats().fetched == 1
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("json"))

@@ -99,7 +99,7 @@ def test_every_metric_that_is_asked_for_is_exported(exported: set[str]) -> None:
 def test_every_metric_of_vllm_that_is_asked_for_is_one_of_the_connector() -> None:
     """And so is every reason."""
     connector = DEPLOY.parent / "vllm"
-    output = "\n".join(path.read_text() for path in connector.glob("*.py"))
+    output = "\n".join(path.read_text() for path in connector.rglob("*.py"))
     rules = RULES.read_text()
     names = set(re.findall(r"vllm:kvlink_[a-z_]+", rules))
     assert len(names) >= 4
@@ -125,7 +125,8 @@ def test_the_reference_explains_a_metric_as_its_help_does(exposed: str) -> None:
 
 
 def test_the_page_of_vllm_explains_a_metric_as_its_help_does() -> None:
-    source = (DEPLOY.parent / "vllm" / "stats.py").read_text()
+    sources = (DEPLOY.parent / "vllm").rglob("stats.py")
+    source = "\n".join(path.read_text() for path in sources)
     helped = dict(re.findall(r'"(vllm:kvlink_\w+)",\s+(?:documentation=)?"(.*?)"', source))
     page = (DOCS / "servers" / "vllm.md").read_text()
     rows = re.findall(r"^\| `(vllm:kvlink_[a-z_]+)[`{].*?\|[^|]*\| (.*) \|$", page, re.MULTILINE)

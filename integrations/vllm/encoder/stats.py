@@ -8,9 +8,6 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-_NAME = "vllm:kvlink_encoder_items_total"
-_WHAT = "Encoder outputs that were offered or pulled, by what became of them."
-
 
 class KVLinkEncoderStats(ECConnectorStats):  # type: ignore[misc]
     """The statistics. `data` has the counts by result."""
@@ -46,7 +43,11 @@ class KVLinkEncoderMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._items = self._counter_cls(name=_NAME, documentation=_WHAT, labelnames=[*labelnames, "result"])
+        self._items = self._counter_cls(
+            name="vllm:kvlink_encoder_items_total",
+            documentation="Encoder outputs that were offered or pulled, by what became of them.",
+            labelnames=[*labelnames, "result"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the counts of `KVLinkEncoderStats.data`."""
