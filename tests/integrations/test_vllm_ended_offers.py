@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends the offer of an answer: prefill computes then, and never has other bytes."""
+"""Offers of answers that end: prefill computes then, and never has other bytes."""
 
 from __future__ import annotations
 
