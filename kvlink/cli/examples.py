@@ -37,6 +37,10 @@ EXAMPLES = {
         "kvlink drain prefill-0 --coordinator 10.0.0.5:7400",
         "kvlink drain --process 1 --notice-s 5 --grace-s 60",
     ),
+    "replicate": (
+        "kvlink replicate http://10.0.0.7:8000 http://10.0.0.8:8000 --model llama --prompt-file system-prompt.txt",
+        "kvlink replicate http://10.0.0.7:8000 --model llama --chat messages.json --json",
+    ),
     "router": ("kvlink router --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",),
 }
 

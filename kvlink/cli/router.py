@@ -77,8 +77,8 @@ def router(
     tracing.start()
     asyncio.run(
         serve(
-            _urls(prefill),
-            _urls(decode),
+            base_urls(prefill),
+            base_urls(decode),
             host,
             port,
             recompute,
@@ -89,7 +89,7 @@ def router(
     )
 
 
-def _urls(given: list[str]) -> list[str]:
+def base_urls(given: list[str]) -> list[str]:
     """Returns the URLs without a path, each once. Raises ConfigError for a URL that is not a server's base URL."""
     for url in given:
         if not url.startswith(("http://", "https://")):

@@ -123,6 +123,7 @@ def test_the_metadata_is_complete() -> None:
         "predict": "kvlink.benchmarks.prediction.command:app",
         "report": "kvlink.benchmarks.report.command:app",
         "drain": "kvlink.cli.drain:app",
+        "replicate": "kvlink.cli.replicate:app",
         "router": "kvlink.cli.router:app",
         "simulate": "kvlink.benchmarks.simulation.command:app",
     }
