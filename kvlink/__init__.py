@@ -9,23 +9,22 @@
     ticket = worker.offer("request-42", block_ids)          # prefill
     worker.pull(ticket, into=block_ids).wait()              # decode
 
-Worker, WorkerConfig          a member of the deployment, and its options
+Worker, WorkerConfig,         a member of the deployment, its options, and
+  Termination                 SIGTERM to drain it
 BlockPool                     the memory that it registers and pulls into
-dense, Geometry, KVLayout,    where each block, layer, head and token of
-  Order, Regions              that memory is
-Pipeline, Context             the layers and the tokens that one rank has
+dense, Geometry, KVLayout,    where blocks, heads and tokens are, and
+  Order, Regions, Pipeline, Context     which of them a rank has
 Ticket, ReadyUnit             what a reader needs to pull one request
 LeaseEvent, LeaseEnd          the end of an offer: its blocks are free
-Pull, PullStats, PathTaken    a running pull, its statistics and its path
-PreparedPull, Termination     a pull again and again; SIGTERM, to drain
+Pull, PullStats, PathTaken,   a running pull, its statistics, its path, and
+  PreparedPull                one that is repeated
 SharedPrefix, PrefixChoice,   a prefix in a peer's cache (digest_prefixes),
   PrefillRate, PrefillMeter   and whether to pull it (pull_or_compute)
 Relay, broadcast_parents      one request for many workers
 KVLinkError and below         every exception of kvlink, in `kvlink.errors`
 
 Options are KVLINK_* variables: `kvlink config` lists them. `kvlink doctor`
-checks what works on this machine, and `kvlink demo` shows it.
-The other modules may change from one version to the next.
+checks this machine. Other modules may change from version to version.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_help_is_a_command_too() -> None:
     ("words", "offered"),
     [
         ("kvlink do", {"doctor"}),
-        ("kvlink bench p", {"pull", "plan", "peers"}),
+        ("kvlink bench p", {"pull", "plan", "peers", "prefixes"}),
         ("kvlink router --pre", {"--prefill"}),
     ],
 )
