@@ -54,7 +54,7 @@ class Answers:
     ) -> Handoff | None:
         """Offers the full blocks of a request that has just ended well, or returns None if there are none.
 
-        `shared` offers them to whoever finds them by a directory, whose digests are further apart.
+        `shared` offers them to servers that find them in a directory, whose digests are further apart.
 
         The last token of the answer was sampled and not computed. Tokens beyond it are drafts that were rejected, or
         were computed in advance.

@@ -25,7 +25,7 @@ from .stream_timing import LoadCost
 class Turns:
     """The turns of a server's chats. `seats` are those of `Answers`; None turns everything off.
 
-    With `announcements`, streamed answers are offered too. With `peers`, prefixes are shared with whoever finds them;
+    With `announcements`, streamed answers are offered too. With `peers`, other servers find the prefixes;
     if not `bidirectional`, that is all.
     """
 

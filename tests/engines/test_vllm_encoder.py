@@ -47,7 +47,7 @@ def launch(role: str, *more: str, **extra: Any) -> Launch:
 
 @dataclass
 class Encoding:
-    """The three servers; whoever kills one replaces it here."""
+    """The three servers. A test that kills one replaces it here."""
 
     encoder: Server
     reader: Server

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of relays end at any moment and overwrite their blocks: whoever succeeds has the right bytes."""
+"""Sources of relays end at any moment and overwrite their blocks: a relay that succeeds has the right bytes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Chain:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["tcp", "shm", "cma", "loopback"])
 @pytest.mark.parametrize("spare", [False, True], ids=["alone", "with another source"])
-def test_whoever_succeeds_has_the_right_bytes(transport: str, spare: bool) -> None:
+def test_a_relay_that_succeeds_has_the_right_bytes(transport: str, spare: bool) -> None:
     with ExitStack() as opened:
         try:
             chain = _Chain(opened, transport)
