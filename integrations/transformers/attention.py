@@ -81,6 +81,12 @@ def blocks_of(caches: Sequence[AttentionCache], table: Table, num_tokens: int) -
     ]
 
 
+def completed(caches: Sequence[AttentionCache], num_cached: int, num_tokens: int) -> dict[str, int]:
+    """Returns, by attention type, how many blocks become full when a prefix of `num_cached` tokens has grown."""
+    pages = {cache.allocator.layer_type: int(cache.allocator.tokens_per_page) for cache in caches}
+    return {name: num_tokens // page - num_cached // page for name, page in pages.items()}
+
+
 def by_group(each: list[Any]) -> Any:
     """Returns one value for each cache in the form that a pool takes: a list, or for one cache its value."""
     return each if len(each) > 1 else each[0]

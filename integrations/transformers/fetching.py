@@ -13,7 +13,7 @@ from kvlink import Ticket, Worker
 from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError
 
-from .attention import Table, blocks_of, by_group
+from .attention import Table, blocks_of, by_group, completed
 from .batching import Batching, HeldBlocks
 from .handoff_message import Prefix
 from .moving import check_shares, resolve
@@ -94,13 +94,11 @@ class Fetching:
             self._held.free(fetch.table)
             fetch.future.set_exception(error)
             return
-        num_tokens, complete = len(fetch.state.initial_tokens), {}
-        for cache in self._batching.attention:
-            page = cache.allocator.tokens_per_page
-            complete[cache.allocator.layer_type] = num_tokens // page - fetch.num_matched // page
-        name = fetch.state.request_id
+        num_tokens, name = len(fetch.state.initial_tokens), fetch.state.request_id
         self._held.give(name, fetch.table)
-        self._cache.mark_complete_blocks(fetch.state, complete)
+        self._cache.mark_complete_blocks(
+            fetch.state, completed(self._batching.attention, fetch.num_matched, num_tokens)
+        )
         self._held.free(self._held.take(name))  # blocks of a known prefix stay cached
         self.num_fetched += 1
         fetch.future.set_result(num_tokens)

@@ -18,7 +18,7 @@ from kvlink import Pull, Ticket, Worker
 from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError, LayoutMismatch
 
-from .attention import Table, blocks_of, by_group
+from .attention import Table, blocks_of, by_group, completed
 from .batching import Batching, HeldBlocks
 from .handoff_message import Handoff
 from .support import request_types
@@ -201,10 +201,8 @@ class Incoming:
         self._held.give(arrival.state.request_id, arrival.table)
         self._adopted.add(arrival.state.request_id)
         if self._cache.use_prefix_sharing:  # from here on other prompts with the same start find these blocks
-            num_tokens, complete = len(arrival.handoff.prompt), {}
-            for cache in self._batching.attention:
-                page = cache.allocator.tokens_per_page
-                complete[cache.allocator.layer_type] = num_tokens // page - arrival.num_matched // page
+            num_tokens = len(arrival.handoff.prompt)
+            complete = completed(self._batching.attention, arrival.num_matched, num_tokens)
             self._cache.mark_complete_blocks(arrival.state, complete)
         self.num_pulled += 1
 
