@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 
-from batching_peer import BatchingProcess
+from batching_peer import BatchingProcess, end_all
 
 SIZES = (128, 1024, 4096)
 NUM_NEW, COPIES = 200, 3
@@ -76,9 +76,7 @@ def main() -> None:
                 f"| {num_tokens} | {how} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |",
                 flush=True,
             )
-    for process in (source, target):
-        process.end()
-        process.close()
+    end_all(source, target)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ class BatchingProcess:
             assert self._process.wait(timeout=60) == 0
         finally:
             self.kill()
+
+
+def end_all(*processes: BatchingProcess) -> None:
+    """Ends the processes at the same time, and waits for each."""
+    with ExitStack() as each:
+        for process in processes:
+            each.callback(process.close)
+            process.end()
 
 
 class Commands:

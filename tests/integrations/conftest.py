@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator for servers that run in this process."""
+"""A coordinator for servers that run in this process, and two servers that hold a chat."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,12 @@ def coordinator() -> Iterator[Coordinator]:
     control.run(coordinator.start())
     yield coordinator
     control.run(coordinator.close())
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Any, Any]]:
+    """Prefill and decode of vLLM. Needs torch."""
+    from answered_turns import bidirectional
+
+    with bidirectional() as both:
+        yield both

@@ -7,7 +7,6 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from batching_peer import NUM_NEW, BatchingProcess  # noqa: E402
+from batching_peer import NUM_NEW, BatchingProcess, end_all  # noqa: E402
 from transports.processes import eventually  # noqa: E402
 
 from kvlink import Ticket  # noqa: E402
@@ -63,10 +62,7 @@ class Peers:
         return tokens
 
     def close(self) -> None:
-        with ExitStack() as each:
-            for peer in vars(self).values():
-                each.callback(peer.close)
-                peer.end()
+        end_all(*vars(self).values())
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from batching_peer import BatchingProcess  # noqa: E402
+from batching_peer import BatchingProcess, end_all  # noqa: E402
 
 NUM_MOVES, NUM_KILLS, NUM_PROMPTS, NUM_NEW = 200, 24, 20, 60
 _SEED = 34
@@ -93,9 +93,7 @@ class Router:
         setattr(self, which, self._start())
 
     def close(self) -> None:
-        for process in (self.source, self.target):
-            process.end()
-            process.close()
+        end_all(self.source, self.target)
 
 
 @pytest.mark.slow
@@ -108,7 +106,6 @@ def test_no_request_is_lost_and_no_token_is_wrong() -> None:
         plain.call("generate", prompt=prompt, request_id=f"plain-{number}", max_new_tokens=NUM_NEW)
         for number, prompt in enumerate(prompts)
     ]
-    plain.end()
     kills = [KILLS[number % len(KILLS)] for number in range(NUM_KILLS)]
     kills += [Kill.NOBODY] * (NUM_MOVES - NUM_KILLS)
     choices.shuffle(kills)
@@ -120,7 +117,7 @@ def test_no_request_is_lost_and_no_token_is_wrong() -> None:
         if tokens != expected[which]:
             wrong.append((number, kill.value))
     router.close()
-    plain.close()
+    end_all(plain)
     assert not wrong, f"{len(wrong)} of {NUM_MOVES}: {wrong[:5]}"
     print(f"{router.num_moved} of {NUM_MOVES} requests moved, {NUM_KILLS} processes were killed")
     assert router.num_moved > NUM_MOVES // 2

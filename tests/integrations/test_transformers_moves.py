@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from batching_peer import BatchingProcess  # noqa: E402
+from batching_peer import BatchingProcess, end_all  # noqa: E402
 from transports.processes import eventually  # noqa: E402
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]  # several processes import torch
@@ -38,10 +37,7 @@ class Peers:
         self.other = BatchingProcess("other", page_size=BLOCK // 2, num_blocks=128)
 
     def close(self) -> None:
-        with ExitStack() as each:
-            for peer in vars(self).values():
-                each.callback(peer.close)
-                peer.end()
+        end_all(*vars(self).values())
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +230,7 @@ def test_without_room_nothing_is_copied_and_nobody_waits(peers: Peers) -> None:
         assert small.call("fetch", prefix=peers.one.call("share", source=chat.prompt)) == 0
         eventually(lambda: peers.one.call("used") == 0)
     finally:
-        small.end()
-        small.close()
+        end_all(small)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "mixed"])
@@ -253,6 +248,4 @@ def test_requests_with_sliding_windows_move_without_copies(kind: str) -> None:
         other.call("submit", handoff=handoff, request_id="r", max_new_tokens=NUM_NEW)
         assert other.call("tokens", request_id="r") == expected
     finally:
-        for process in (plain, one, other):
-            process.end()
-            process.close()
+        end_all(plain, one, other)

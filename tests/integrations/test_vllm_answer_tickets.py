@@ -20,12 +20,6 @@ from kvlink.integrations.vllm.earlier_turns import ANSWER_AS, ANSWER_OF
 from kvlink.integrations.vllm.handoff import KEY, Handoff
 
 
-@pytest.fixture
-def servers() -> Iterator[tuple[Server, Server]]:
-    with bidirectional() as both:
-        yield both
-
-
 def test_the_ticket_of_an_answer_is_no_handoff_for_decode(servers: tuple[Server, Server]) -> None:
     _, decode = servers
     params = offered(decode, [3, 9, 1, 7])

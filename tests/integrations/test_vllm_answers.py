@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ from answered_turns import (
     NEXT,
     PROMPT,
     ROUTED,
-    bidirectional,
     next_turn,
     offered,
     overwrite,
@@ -26,12 +24,6 @@ from answered_turns import (
     same,
 )
 from vllm_server import BLOCK_TOKENS, Server, request
-
-
-@pytest.fixture
-def servers() -> Iterator[tuple[Server, Server]]:
-    with bidirectional() as both:
-        yield both
 
 
 def test_the_next_turn_pulls_the_answer_and_is_handed_off(servers: tuple[Server, Server]) -> None:

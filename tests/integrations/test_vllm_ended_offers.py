@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from answered_turns import (
     LAYERS,
     PROMPT,
     ROUTED,
-    bidirectional,
     next_turn,
     offered,
     overwrite,
@@ -25,12 +23,6 @@ from answered_turns import (
     results,
 )
 from vllm_server import NUM_BLOCKS, Server, request
-
-
-@pytest.fixture
-def servers() -> Iterator[tuple[Server, Server]]:
-    with bidirectional() as both:
-        yield both
 
 
 @pytest.mark.parametrize("block", [3, 7])
