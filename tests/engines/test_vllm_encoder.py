@@ -6,16 +6,16 @@ The plain server has no connector. Nothing is left in prefix caches, so that eve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from images import Parts, chat
-from pair import Answer, eventually, flags, prompt
-from servers import ENGINES, Launch, Server, running, vllm
+from encoders import asked, encode, items, launch
+from images import Parts
+from pair import eventually, prompt
+from servers import ENGINES, Server, running
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -23,26 +23,10 @@ pytestmark = [
     pytest.mark.skipif(not (ENGINES / "vllm" / ".made").exists(), reason="no vLLM in build/engines"),
 ]
 
-MODEL = "idefics3"
 SETTLE_S = 30.0
 _POOL_MIB = 1
 _ITEMS_OF_POOL = 16
 """An image's 16 embeddings of 256 float32 numbers take 16 KiB, and so one block of 64 KiB."""
-
-
-def launch(role: str, *more: str, **extra: Any) -> Launch:
-    transfer = {
-        "ec_connector": "KVLinkEncoderConnector",
-        "ec_role": role,
-        "ec_connector_extra_config": {"pool_mib": _POOL_MIB, **extra},
-    }
-    given = ("--ec-transfer-config", json.dumps(transfer)) if role else ()
-    return vllm(
-        f"encoder-{role or 'plain'}",
-        MODEL,
-        None,
-        (*flags("llama"), "--no-enable-prefix-caching", *given, *more),
-    )
 
 
 @dataclass
@@ -55,31 +39,20 @@ class Encoding:
 
     def encode(self, parts: Parts) -> dict[str, Any]:
         """Asks the encoder server for the message's images, and returns what the reader needs."""
-        answer = asked(self.encoder, parts, num_new=1)
-        params = answer.body.get("ec_transfer_params")
-        assert params, answer.body
-        return dict(params)
+        return encode(self.encoder, parts)
 
     def continued(self, parts: Parts, params: object, expected: Sequence[int] | None) -> None:
         assert asked(self.reader, parts, ec_transfer_params=params).tokens == expected
 
 
-def asked(server: Server, parts: Parts, **extra: Any) -> Answer:
-    answer = chat(server.url, MODEL, parts, **extra)
-    assert answer.status == 200, answer.body
-    return answer
-
-
-def items(server: Server, result: str) -> float:
-    samples = server.samples().items()
-    return sum(
-        value for name, value in samples if "kvlink_encoder_items_total" in name and f'"{result}"' in name
-    )
-
-
 @contextmanager
 def encoding() -> Iterator[Encoding]:
-    with running([launch("ec_producer"), launch("ec_consumer"), launch("")]) as (encoder, reader, plain):
+    launches = [
+        launch("ec_producer", pool_mib=_POOL_MIB),
+        launch("ec_consumer", pool_mib=_POOL_MIB),
+        launch(""),
+    ]
+    with running(launches) as (encoder, reader, plain):
         yield Encoding(encoder, reader, plain)
 
 
@@ -146,7 +119,7 @@ def test_a_reader_of_two_ranks(servers: Encoding) -> None:
     """Its ranks are processes beside the scheduler's, whose memory they map."""
     messages: list[Parts] = [[text(50), "h", text(20), "i"], ["h", text(900)]]
     expected = [asked(servers.plain, parts).tokens for parts in messages]
-    with running([launch("ec_consumer", "--tensor-parallel-size", "2")]) as (reader,):
+    with running([launch("ec_consumer", "--tensor-parallel-size", "2", pool_mib=_POOL_MIB)]) as (reader,):
         for parts, tokens in zip(messages, expected, strict=True):
             answer = asked(reader, parts, ec_transfer_params=servers.encode(parts))
             assert answer.tokens == tokens

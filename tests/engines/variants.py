@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes what servers need besides the models: LoRA adapters, draft models, models with a draft layer or with images.
 
-`variants.py FOLDER` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
+`variants.py FOLDER [NAME …]` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from models import _COMMON, VOCABULARY, check_tokens_depend_on_the_cache, tokenizer
@@ -132,41 +132,66 @@ def multi_token_prediction(spoilt: bool) -> Callable[[Path], None]:
     return write
 
 
-def images(folder: Path) -> None:
-    """A model of Idefics3's kind: an image of 112 x 112 pixels becomes 16 tokens, which differ from image to image.
+class Vision(NamedTuple):
+    """The encoder of a model of Idefics3's kind. An image has `pixels` x `pixels`, and becomes `tokens` tokens."""
+
+    pixels: int
+    patch: int
+    factor: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    scale: float
+    """The standard deviation of its weights."""
+
+    @property
+    def tokens(self) -> int:
+        """Returns the number of embeddings of an image."""
+        return (self.pixels // self.patch // self.factor) ** 2
+
+
+def images(seen: Vision) -> Callable[[Path], None]:
+    """Returns what writes a model of Idefics3's kind, whose tokens differ from image to image.
 
     Among vLLM's models with images it is one of the few that need no torchvision.
     """
-    torch.manual_seed(10)
-    pixels, factor = 112, 2
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": pixels,
-        "patch_size": 14,
-        "initializer_range": 0.2,
-    }
-    words = tokenizer()
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    words.add_special_tokens({"additional_special_tokens": marks})
-    words.chat_template = _CHAT_WITH_IMAGES
-    text = LlamaConfig(
-        **_COMMON | {"vocab_size": VOCABULARY + 64}, num_hidden_layers=8, num_key_value_heads=4, head_dim=64
-    )
-    config = Idefics3Config(
-        vision_config=vision,
-        text_config=text,
-        image_token_id=words.convert_tokens_to_ids("<image>"),
-        scale_factor=factor,
-        dtype="float32",
-    )
-    config.initializer_range = _COMMON["initializer_range"]
-    Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
-    edge = {"longest_edge": pixels}
-    processor = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-    Idefics3Processor(processor, words, image_seq_len=(pixels // 14 // factor) ** 2).save_pretrained(folder)
+
+    def write(folder: Path) -> None:
+        torch.manual_seed(10)
+        vision = {
+            "hidden_size": seen.hidden,
+            "intermediate_size": seen.intermediate,
+            "num_hidden_layers": seen.layers,
+            "num_attention_heads": seen.heads,
+            "image_size": seen.pixels,
+            "patch_size": seen.patch,
+            "initializer_range": seen.scale,
+        }
+        words = tokenizer()
+        marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+        words.add_special_tokens({"additional_special_tokens": marks})
+        words.chat_template = _CHAT_WITH_IMAGES
+        text = LlamaConfig(
+            **_COMMON | {"vocab_size": VOCABULARY + 64},
+            num_hidden_layers=8,
+            num_key_value_heads=4,
+            head_dim=64,
+        )
+        config = Idefics3Config(
+            vision_config=vision,
+            text_config=text,
+            image_token_id=words.convert_tokens_to_ids("<image>"),
+            scale_factor=seen.factor,
+            dtype="float32",
+        )
+        config.initializer_range = _COMMON["initializer_range"]
+        Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
+        edge = {"longest_edge": seen.pixels}
+        processor = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+        Idefics3Processor(processor, words, image_seq_len=seen.tokens).save_pretrained(folder)
+
+    return write
 
 
 VARIANTS: dict[str, Callable[[Path], None]] = {
@@ -176,17 +201,23 @@ VARIANTS: dict[str, Callable[[Path], None]] = {
     "llama-eagle": eagle,
     "mimo": multi_token_prediction(spoilt=False),
     "mimo-spoilt": multi_token_prediction(spoilt=True),
-    "idefics3": images,
+    "idefics3": images(Vision(112, 14, 2, 64, 128, 2, 4, 0.2)),
 }
+LARGER: dict[str, Callable[[Path], None]] = {
+    "idefics3-12x512": images(Vision(224, 14, 2, 512, 2048, 12, 8, 0.05)),
+    "idefics3-12x768": images(Vision(512, 16, 4, 768, 3072, 12, 12, 0.05)),
+}
+"""Models that are made only if they are named. The last one's encoder has the size of ViT-Base (86 million weights)."""
 
 
 def _this_file() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def main(folder: Path) -> None:
-    """Makes what is not there yet."""
-    for name, write in VARIANTS.items():
+def main(folder: Path, *names: str) -> None:
+    """Makes what is not there yet of these, or of VARIANTS if none is named."""
+    for name in names or VARIANTS:
+        write = (VARIANTS | LARGER)[name]
         stamp = folder / name / _STAMP
         if stamp.exists() and stamp.read_text() == _this_file():
             continue
@@ -201,4 +232,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
