@@ -37,6 +37,7 @@ from .messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
 from .other_connectors import check_others
 from .outgoing import Chunk
 from .scheduler import SchedulerSide
+from .seeds import continue_seeds
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
 from .turns import Turns
@@ -92,6 +93,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if has_kv_transfer_group():
             check_others(self, get_kv_transfer_group())
         self._tensors = kv_caches
+        if not self._vllm_config.use_v2_model_runner:
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # which this process runs
+
+            continue_seeds(GPUModelRunner)
         self.restore_kv_caches()
 
     def restore_kv_caches(self) -> None:

@@ -49,6 +49,13 @@ def router(
             "This needs vLLM servers with kvlink's option of that name. It is off by default."
         ),
     ] = False,
+    migrate: Annotated[
+        bool,
+        typer.Option(
+            help="Continue a streamed answer at another decode server if its server is drained or breaks off. This "
+            "needs vLLM servers with kvlink, all with kv_role kv_both. It is off by default."
+        ),
+    ] = False,
     as_json: ReadyJson = False,
 ) -> None:
     """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. This is a demo, not for
@@ -84,6 +91,7 @@ def router(
             recompute,
             streaming_from,
             bidirectional,
+            migrate,
             lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )

@@ -35,20 +35,23 @@ class Ring:
         """Returns all servers, whatever their state."""
         return list(self._states)
 
-    def choose(self, now_s: float, tried: Collection[str] = ()) -> str | None:
-        """Returns the next available server that is not in `tried`, or None. The following call starts after it."""
+    def choose(self, now_s: float, tried: Collection[str] = (), draining: bool = False) -> str | None:
+        """Returns the next available server that is not in `tried`, or None. The following call starts after it.
+
+        With `draining`, those that drain are available too.
+        """
         urls = self.urls
         for step in range(len(urls)):
             url = urls[(self._turn + step) % len(urls)]
-            if url not in tried and self.available(url, now_s):
+            if url not in tried and self.available(url, now_s, draining):
                 self._turn = (self._turn + step + 1) % len(urls)
                 return url
         return None
 
-    def available(self, url: str, now_s: float) -> bool:
+    def available(self, url: str, now_s: float, draining: bool = False) -> bool:
         """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""
         state = self._states[url]
-        return now_s >= state.away_until_s and not state.draining
+        return now_s >= state.away_until_s and (draining or not state.draining)
 
     def draining(self, url: str) -> bool:
         """Returns whether `drain` was called and the server has not been replaced since."""

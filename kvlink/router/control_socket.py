@@ -100,7 +100,7 @@ class _Control:
             known = ", ".join(url for side in self._sides for url in side.ring.urls)
             return _refused(404, f"the router has no server {server}; it has {known}")
         for side in sides:
-            (side.ring.drain if drain else side.ring.resume)(server)
+            (side.drain if drain else side.resume)(server)
             _log.info("%s server %s %s", side.role, server, "drains" if drain else "gets requests again")
         return await self.servers(request)
 

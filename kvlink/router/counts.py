@@ -15,6 +15,10 @@ Event = Literal[
     "without_handoff",
     "without_prefill",
     "decode_retried",
+    "moved",
+    "not_moved",
+    "resumed",
+    "lost",
     "refused",
 ]
 _MEANINGS: dict[Event, str] = {
@@ -26,6 +30,10 @@ _MEANINGS: dict[Event, str] = {
     "without_handoff": "prefill answers without a handoff; decode computed the prompt again",
     "without_prefill": "requests that found no prefill server; decode computed them alone",
     "decode_retried": "requests that a decode server did not begin to answer; the next one was asked",
+    "moved": "streamed answers that went on at another decode server because theirs drained",
+    "not_moved": "streamed answers that stay at a draining decode server because no other one could copy them",
+    "resumed": "streamed answers that broke off and went on at another decode server",
+    "lost": "streamed answers that broke off and could not go on",
     "refused": "requests answered with 503 because nobody could take them",
 }
 

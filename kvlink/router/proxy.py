@@ -1,43 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the proxy: prefill computes one token, its handoff goes to decode, and its answer is streamed back."""
+"""Handles the requests of clients: each gets the answer of a decode server, piece by piece."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
 from kvlink import tracing
 from kvlink.router import replies
-from kvlink.router.bodies import (
-    Body,
-    asking_for_a_ticket,
-    decode_body,
-    handoff_of,
-    named_ticket,
-    num_tokens,
-    one_handoff_suffices,
-    prefill_body,
-    streams_from,
-)
+from kvlink.router.answering import DECODE_ALONE, Answering, Asked, NoPrefill, Refused
+from kvlink.router.bodies import Body, named_ticket
 from kvlink.router.chats import Chats
+from kvlink.router.continuation import can_continue
 from kvlink.router.counts import Counts
-from kvlink.router.following import Followed, following
-from kvlink.router.upstream import Answer, NotServed, Upstream
+from kvlink.router.resuming import Resuming
+from kvlink.router.upstream import NotServed, Upstream
 from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
 
-DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
-"""The paths that decode serves alone.
-
-A response may call tools and refer to others on the same server. An embedding generates no answer.
-"""
 _OURS = (
     "Accept-Encoding",
     "Connection",
@@ -49,24 +35,13 @@ _OURS = (
 )
 
 
-class Refused(Exception):
-    """Prefill answered with an error about the request. Decode would refuse it too, so the client gets that answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(f"prefill answered {answer.status}")
-        self.answer = answer
-
-
-class NoPrefill(Exception):
-    """No prefill server answered, and decode must not compute prompts."""
-
-
 class Proxy:
     """The request handlers for aiohttp.
 
     With `recompute`, decode computes prompts if no prefill server is up; otherwise the answer is 503. Prompts of at
     least `streaming_from` tokens are sent to decode while prefill still computes; None never does that. Prefill servers
     may raise that number by their answers. `chats` keep the tickets of decode's answers for prefill; None keeps none.
+    With `migrate`, streamed answers go on at another decode server if theirs drains or breaks off.
     """
 
     def __init__(
@@ -76,14 +51,15 @@ class Proxy:
         recompute: bool = True,
         streaming_from: int | None = None,
         chats: Chats | None = None,
+        migrate: bool = False,
     ) -> None:
         self.counts = Counts()
         self._prefill = prefill
         self._decode = decode
         self._recompute = recompute
-        self._streaming_from = streaming_from
-        self._advised_from = 0
         self._chats = chats
+        self._answering = Answering(prefill, decode, self.counts, recompute, streaming_from, chats)
+        self._resuming = Resuming(self._answering, decode, self.counts) if migrate else None
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Handles /v1/completions, /v1/chat/completions, /inference/v1/generate, and the paths of DECODE_ALONE.
@@ -134,99 +110,25 @@ class Proxy:
     async def _complete(
         self, request: web.Request, body: Body, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        """Tries decode servers in turn. No two of them get the same handoff: one that died may have used it up."""
-        tried: list[str] = []
-        reason, handoff, alone = "no decode server is up", None, request.path in DECODE_ALONE
-        known = alone
-        answer_as = uuid.uuid4().hex if self._chats is not None and not alone else ""
-        self.counts["not_suited"] += alone
-        while (url := self._decode.ring.choose(time.monotonic(), tried)) is not None:
-            follows = not known and self._streams(body)
-            try:
-                if follows:
-                    async with self._following(url, request.path, body, headers, answer_as) as came:
-                        if isinstance(came, Followed):
-                            self.counts["followed"] += 1
-                            return await self._passed_on(request, body, headers, answer_as, *came)
-                        handoff = came
-                elif not known:
-                    handoff = await self._hand_off(request.path, body, headers)
-                known = True
-                asked = decode_body(body, handoff)
-                if answer_as:
-                    asked = asking_for_a_ticket(asked, answer_as)
-                answering = self._decode.stream(url, request.path, asked, headers)
-                async with answering as (answer, rest):
-                    return await self._passed_on(request, body, headers, answer_as, answer, rest)
-            except NotServed as error:
-                tried.append(url)
-                reason, known = str(error), alone or (known and error.untouched)
-                self.counts["decode_retried"] += 1
-        raise NotServed(reason, untouched=True)
+        answer_as = uuid.uuid4().hex if self._chats is not None and request.path not in DECODE_ALONE else ""
+        asked = Asked(request.path, body, headers, answer_as)
+        keep, named = self._keeping(asked)
+        if self._resuming is not None and can_continue(request.path, body):
+            return await self._resuming.stream(request, asked, keep, named)
+        async with AsyncExitStack() as stack:
+            _, answer, rest = await self._answering.open_any(stack, asked)
+            return await replies.passed_on(request, asked.request_id, answer, rest, keep, named)
 
-    async def _passed_on(
-        self,
-        request: web.Request,
-        body: Body,
-        headers: Mapping[str, str],
-        answer_as: str,
-        answer: Answer,
-        rest: AsyncIterator[bytes],
-    ) -> web.StreamResponse:
-        chats, request_id = self._chats, headers["X-Request-Id"]
-        if chats is None or not answer_as:
-            return await replies.passed_on(request, request_id, answer, rest)
+    def _keeping(self, asked: Asked) -> tuple[replies.Keep | None, Body | None]:
+        """Returns what keeps a ticket for the chat's next turn, and the ticket of an answer that carries none."""
+        chats = self._chats
+        if chats is None or not asked.answer_as:
+            return None, None
 
         def keep(ticket: Body) -> None:
-            self.counts["tickets_kept"] += chats.keep(body, headers, ticket)
+            self.counts["tickets_kept"] += chats.keep(asked.body, asked.headers, ticket)
 
-        return await replies.passed_on(request, request_id, answer, rest, keep, named_ticket(answer_as))
-
-    def _streams(self, body: Body) -> bool:
-        return (
-            self._streaming_from is not None
-            and one_handoff_suffices(body)
-            and num_tokens(body) >= max(self._streaming_from, self._advised_from)
-        )
-
-    def _following(
-        self, url: str, path: str, body: Body, headers: Mapping[str, str], answer_as: str
-    ) -> AbstractAsyncContextManager[Followed | Body | None]:
-        stream = uuid.uuid4().hex
-        prefill = self._hand_off(path, body, headers, stream)
-        return following(prefill, self._decode, url, path, body, headers, stream, answer_as)
-
-    async def _hand_off(
-        self, path: str, body: Body, headers: Mapping[str, str], stream: str = ""
-    ) -> Body | None:
-        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
-        if not one_handoff_suffices(body):
-            self.counts["not_suited"] += 1
-            return None
-        ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
-        self.counts["tickets_sent"] += ticket is not None
-        try:
-            asked = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
-            answer = await self._prefill.ask_any("POST", path, asked, headers)
-        except NotServed as error:
-            if not self._recompute:
-                raise NoPrefill(str(error)) from error
-            self.counts["without_prefill"] += 1
-            return None
-        return self._handoff_in(answer, headers)
-
-    def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
-        if answer.status != 200:
-            raise Refused(answer)
-        try:
-            handoff = handoff_of(json.loads(answer.begin))
-        except ValueError:
-            handoff = None
-        self._advised_from = streams_from(handoff) or self._advised_from
-        self.counts["handed_off" if handoff else "without_handoff"] += 1
-        if not handoff:
-            _log.warning("prefill gave no handoff, decode computes it request=%s", headers["X-Request-Id"])
-        return handoff
+        return keep, named_ticket(asked.answer_as)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Returns /v1/models of a decode server."""

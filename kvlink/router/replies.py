@@ -33,8 +33,7 @@ async def passed_on(
     With `keep`, the ticket in a JSON answer goes there and not to the client. Once another one is complete, `named`
     does.
     """
-    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
-    await response.prepare(request)
+    response = await begun(request, answer)
     is_json = answer.headers.get("Content-Type", "").startswith("application/json")
     try:
         if keep is not None and is_json:
@@ -49,9 +48,21 @@ async def passed_on(
         await response.write_eof()
     except BROKEN as error:
         _log.warning("an answer broke off request=%s error=%r", request_id, error)
-        if request.transport is not None:
-            request.transport.abort()
+        abort(request)
     return response
+
+
+async def begun(request: web.Request, answer: Answer) -> web.StreamResponse:
+    """Sends the status and the headers of an answer. The caller writes the body."""
+    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
+    await response.prepare(request)
+    return response
+
+
+def abort(request: web.Request) -> None:
+    """Breaks the connection to the client, because its answer is not complete."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def whole(answer: Answer) -> web.Response:

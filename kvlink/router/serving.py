@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager, suppress
 from aiohttp import ClientSession, TCPConnector, web
 
 from kvlink.errors import KVLinkError
+from kvlink.router.answering import DECODE_ALONE
 from kvlink.router.chats import Chats
 from kvlink.router.choice import Ring
 from kvlink.router.control_socket import listen
-from kvlink.router.proxy import DECODE_ALONE, Proxy
+from kvlink.router.proxy import Proxy
 from kvlink.router.upstream import Upstream
 
 _log = logging.getLogger("kvlink.router")
@@ -33,13 +34,14 @@ async def serve(
     recompute: bool,
     streaming_from: int | None,
     bidirectional: bool,
+    migrate: bool,
     on_ready: Callable[[str], None],
 ) -> None:
     """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError if it cannot listen."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    routed = routing(prefill, decode, host, port, recompute, streaming_from, bidirectional, control=True)
+    routed = routing(prefill, decode, host, port, recompute, streaming_from, bidirectional, migrate, True)
     async with routed as address:
         _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
@@ -55,6 +57,7 @@ async def routing(
     recompute: bool = True,
     streaming_from: int | None = None,
     bidirectional: bool = False,
+    migrate: bool = False,
     control: bool = False,
 ) -> AsyncIterator[str]:
     """Routes between servers, given by their base URLs, and yields its own URL.
@@ -67,7 +70,9 @@ async def routing(
     async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
         sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
         runner = web.AppRunner(
-            _application(Proxy(*sides, recompute, streaming_from, Chats() if bidirectional else None)),
+            _application(
+                Proxy(*sides, recompute, streaming_from, Chats() if bidirectional else None, migrate)
+            ),
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             shutdown_timeout=_END_S,

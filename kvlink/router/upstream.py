@@ -50,7 +50,30 @@ class Upstream:
         self.ring = ring
         self.running: Counter[str] = Counter()
         """The number of requests that each server is answering, probes not counted."""
+        self._leaving = {url: asyncio.Event() for url in ring.urls}
         self._session = session
+
+    def drain(self, url: str) -> None:
+        """Sends a server no new requests from now on, and lets those that can move leave it."""
+        self.ring.drain(url)
+        self._leaving[url].set()
+
+    def resume(self, url: str) -> None:
+        """Undoes `drain`."""
+        self.ring.resume(url)
+        self._leaving[url].clear()
+
+    async def leaves(self, url: str) -> None:
+        """Waits until the server drains."""
+        await self._leaving[url].wait()
+
+    def is_up(self, url: str) -> bool:
+        """Returns whether the last probe or request was answered. A server that drains is up."""
+        return self.ring.available(url, time.monotonic(), draining=True)
+
+    def broke_off(self, url: str) -> None:
+        """Records that the connection to a server broke while it answered."""
+        self.ring.failed(url, time.monotonic())
 
     async def ask_any(
         self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
@@ -61,14 +84,15 @@ class Upstream:
         while (url := self.ring.choose(time.monotonic(), tried)) is not None:
             tried.append(url)
             try:
-                return await self._ask(method, url, path, body, headers)
+                return await self.ask(method, url, path, body, headers)
             except NotServed as error:
                 last = error
         raise last
 
-    async def _ask(
+    async def ask(
         self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
     ) -> Answer:
+        """Returns the whole answer of this server. Raises NotServed."""
         async with self._open(method, url, path, body, headers) as response:
             whole = await self._read(url, response, whole=True)
         return Answer(response.status, response.headers, whole)

@@ -38,6 +38,7 @@ class Place:
         streaming_from: int | None = None,
         control: bool = False,
         bidirectional: bool = False,
+        migrate: bool = False,
     ) -> Place:
         for engine in (*self.prefill, *self.decode):
             end = self._ends[engine.name] = await self._stack.enter_async_context(AsyncExitStack())
@@ -49,6 +50,7 @@ class Place:
             streaming_from=streaming_from,
             control=control,
             bidirectional=bidirectional,
+            migrate=migrate,
         )
         self.url = await self._stack.enter_async_context(router)
         self.client = await self._stack.enter_async_context(ClientSession(self.url))
@@ -276,7 +278,7 @@ async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
 
 async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> None:
     ready = asyncio.Event()
-    serve = serving.serve([], [], "127.0.0.1", 0, True, None, False, lambda url: ready.set())
+    serve = serving.serve([], [], "127.0.0.1", 0, True, None, False, False, lambda url: ready.set())
     running = asyncio.create_task(serve)
     await ready.wait()
     running.cancel()

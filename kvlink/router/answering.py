@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the answer to a request: prefill computes the prompt and one token, and its handoff goes to a decode server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import NamedTuple
+
+from multidict import CIMultiDict
+
+from kvlink.router.bodies import (
+    Body,
+    asking_for_a_ticket,
+    decode_body,
+    handoff_of,
+    num_tokens,
+    one_handoff_suffices,
+    prefill_body,
+    streams_from,
+)
+from kvlink.router.chats import Chats
+from kvlink.router.counts import Counts
+from kvlink.router.following import Followed, following
+from kvlink.router.upstream import Answer, NotServed, Upstream
+from kvlink.tracing import HEADER
+
+_log = logging.getLogger("kvlink.router")
+
+REQUEST_ID = "X-Request-Id"
+DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
+"""The paths that decode serves alone.
+
+A response may call tools and refer to others on the same server. An embedding generates no answer.
+"""
+
+
+class Refused(Exception):
+    """Prefill answered with an error about the request. Decode would refuse it too, so the client gets that answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"prefill answered {answer.status}")
+        self.answer = answer
+
+
+class NoPrefill(Exception):
+    """No prefill server answered, and decode must not compute prompts."""
+
+
+class Asked(NamedTuple):
+    """A request to the servers."""
+
+    path: str
+    body: Body
+    headers: Mapping[str, str]
+    answer_as: str = ""
+    """The name of the answer's ticket, or "" for none."""
+
+    @property
+    def request_id(self) -> str:
+        """Returns the id that all servers get."""
+        return self.headers[REQUEST_ID]
+
+    def named(self, suffix: str) -> Asked:
+        """Returns the same with another id, because a server may get both."""
+        headers = CIMultiDict(self.headers)
+        headers[REQUEST_ID] = f"{self.request_id}-{suffix}"
+        return self._replace(headers=headers)
+
+
+class Opened(NamedTuple):
+    """An answer that has begun, and the rest of its body, which may raise one of BROKEN."""
+
+    url: str
+    answer: Answer
+    rest: AsyncIterator[bytes]
+
+
+class Answering:
+    """Asks both sides. The parameters are those of Proxy."""
+
+    def __init__(
+        self,
+        prefill: Upstream,
+        decode: Upstream,
+        counts: Counts,
+        recompute: bool,
+        streaming_from: int | None,
+        chats: Chats | None,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._counts = counts
+        self._recompute = recompute
+        self._streaming_from = streaming_from
+        self._advised_from = 0
+        self._chats = chats
+
+    async def open_any(
+        self, stack: AsyncExitStack, asked: Asked, without: Collection[str] = (), draining: bool = False
+    ) -> Opened:
+        """Returns the answer of the first decode server that begins one. Raises NotServed, NoPrefill and Refused.
+
+        Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
+        Servers in `without` are not asked, and those that drain only with `draining`.
+        """
+        tried = list(without)
+        reason, handoff, alone = "no decode server is up", None, asked.path in DECODE_ALONE
+        known = alone
+        self._counts["not_suited"] += alone
+        while (url := self._decode.ring.choose(time.monotonic(), tried, draining)) is not None:
+            follows = not known and self._streams(asked.body)
+            try:
+                if follows:
+                    here = await stack.enter_async_context(AsyncExitStack())
+                    came = await here.enter_async_context(self._following(url, asked))
+                    if isinstance(came, Followed):
+                        self._counts["followed"] += 1
+                        return Opened(url, *came)
+                    handoff = came
+                    await here.aclose()
+                elif not known:
+                    handoff = await self._hand_off(asked)
+                known = True
+                return await self.open_at(stack, url, asked._replace(body=decode_body(asked.body, handoff)))
+            except NotServed as error:
+                tried.append(url)
+                reason, known = str(error), alone or (known and error.untouched)
+                self._counts["decode_retried"] += 1
+        raise NotServed(reason, untouched=True)
+
+    async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
+        """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
+        body = asking_for_a_ticket(asked.body, asked.answer_as) if asked.answer_as else asked.body
+        answering = self._decode.stream(url, asked.path, body, asked.headers)
+        return Opened(url, *await stack.enter_async_context(answering))
+
+    def _streams(self, body: Body) -> bool:
+        return (
+            self._streaming_from is not None
+            and one_handoff_suffices(body)
+            and num_tokens(body) >= max(self._streaming_from, self._advised_from)
+        )
+
+    def _following(self, url: str, asked: Asked) -> AbstractAsyncContextManager[Followed | Body | None]:
+        stream = uuid.uuid4().hex
+        prefill = self._hand_off(asked, stream)
+        path, body, headers, answer_as = asked
+        return following(prefill, self._decode, url, path, body, headers, stream, answer_as)
+
+    async def _hand_off(self, asked: Asked, stream: str = "") -> Body | None:
+        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
+        _, body, headers, _ = asked
+        if not one_handoff_suffices(body):
+            self._counts["not_suited"] += 1
+            return None
+        ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
+        self._counts["tickets_sent"] += ticket is not None
+        try:
+            prefilling = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
+            answer = await self._prefill.ask_any("POST", asked.path, prefilling, headers)
+        except NotServed as error:
+            if not self._recompute:
+                raise NoPrefill(str(error)) from error
+            self._counts["without_prefill"] += 1
+            return None
+        return self._handoff_in(answer, headers)
+
+    def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
+        if answer.status != 200:
+            raise Refused(answer)
+        try:
+            handoff = handoff_of(json.loads(answer.begin))
+        except ValueError:
+            handoff = None
+        self._advised_from = streams_from(handoff) or self._advised_from
+        self._counts["handed_off" if handoff else "without_handoff"] += 1
+        if not handoff:
+            _log.warning("prefill gave no handoff, decode computes it request=%s", headers[REQUEST_ID])
+        return handoff
