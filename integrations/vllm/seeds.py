@@ -14,8 +14,6 @@ import torch
 
 DRAWN = "kvlink_drawn"
 """In `vllm_xargs`, the number of tokens that were sampled with the seed before. They are part of the prompt."""
-_OFFSET_A_TOKEN = 4
-"""vLLM's own step: it subtracts this for a sampled token that it discards (`GPUModelRunner._sample`)."""
 _HOOK = "_kvlink_continues_seeds"
 
 
@@ -31,22 +29,35 @@ def continue_seeds(runner_class: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             num_drawn = _num_drawn(new)
             if num_drawn:
-                advance(self.requests[new.req_id].generator, num_drawn)
+                advance(self.requests[new.req_id].generator, num_drawn, self.input_batch.vocab_size)
         return corrections
 
     setattr(with_seeds, _HOOK, True)
     runner_class._update_states = with_seeds
 
 
-def advance(generator: torch.Generator | None, num_tokens: int) -> None:
-    """Advances a request's generator by so many tokens. Does nothing for a request without a seed."""
+def advance(generator: torch.Generator | None, num_tokens: int, vocab_size: int) -> None:
+    """Advances a request's generator by so many tokens. Does nothing for a request without a seed.
+
+    vLLM's sampler for CPUs draws one number a token, and that for CUDA a row of the vocabulary's size.
+    """
     if generator is None:
         return
     if generator.device.type == "cuda":
-        generator.set_offset(generator.get_offset() + _OFFSET_A_TOKEN * num_tokens)
-        return
-    for _ in range(num_tokens):  # as vLLM's sampler for CPUs draws one number a token
-        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        generator.set_offset(
+            generator.get_offset() + _offset_a_token(generator.device, vocab_size) * num_tokens
+        )
+    elif generator.device.type == "cpu":
+        for _ in range(num_tokens):
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+
+
+@functools.cache
+def _offset_a_token(device: torch.device, vocab_size: int) -> int:
+    """Returns how far one row advances a generator, which depends on the GPU."""
+    generator = torch.Generator(device=device)
+    torch.empty(vocab_size, device=device).exponential_(generator=generator)
+    return generator.get_offset()
 
 
 def _num_drawn(request: Any) -> int:

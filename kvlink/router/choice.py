@@ -15,8 +15,10 @@ class _State:
     failures: int = 0
     """The number of consecutive failures."""
     away_until_s: float = 0.0
+    gone: bool = False
+    """Whether nobody listened there, or a probe failed, since it last answered."""
     draining: bool = False
-    """Whether it gets no new requests, until it was away and has come back."""
+    """Whether it gets no new requests, until it was gone and has come back."""
 
 
 class Ring:
@@ -53,21 +55,29 @@ class Ring:
         state = self._states[url]
         return now_s >= state.away_until_s and (draining or not state.draining)
 
+    def answers(self, url: str) -> bool:
+        """Returns whether the last request or probe was answered."""
+        return self._states[url].failures == 0
+
     def draining(self, url: str) -> bool:
         """Returns whether `drain` was called and the server has not been replaced since."""
         return self._states[url].draining
 
     def drain(self, url: str) -> None:
-        """Lets `choose` leave the server out until it has failed and then answered a probe: it was replaced."""
+        """Lets `choose` leave the server out until it was gone and then answered: it was replaced."""
         self._states[url].draining = True
 
     def resume(self, url: str) -> None:
         """Undoes `drain`."""
         self._states[url].draining = False
 
-    def failed(self, url: str, now_s: float) -> None:
-        """Records that a request or a probe failed. The back-off doubles with each consecutive failure."""
+    def failed(self, url: str, now_s: float, gone: bool = True) -> None:
+        """Records that a request or a probe failed. The back-off doubles with each consecutive failure.
+
+        `gone` says that the server itself was not there, so that the next one there may be another.
+        """
         state = self._states[url]
+        state.gone = state.gone or gone
         back_off_s = min(FIRST_BACK_OFF_S * 2**state.failures, MOST_BACK_OFF_S)
         state.failures = min(state.failures + 1, 16)
         state.away_until_s = now_s + back_off_s
@@ -75,4 +85,4 @@ class Ring:
     def succeeded(self, url: str) -> None:
         """Records that a request or a probe was answered, which makes the server available, unless it drains."""
         state = self._states[url]
-        self._states[url] = _State(draining=state.draining and state.failures == 0)
+        self._states[url] = _State(draining=state.draining and not state.gone)

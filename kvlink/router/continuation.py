@@ -17,17 +17,20 @@ CHATS: Final = "/v1/chat/completions"
 DRAWN = "kvlink_drawn"
 """In `vllm_xargs`, the number of tokens that were sampled with the request's seed before."""
 _XARGS = "vllm_xargs"
-_DEFAULT_MOST_TOKENS = 16  # OpenAI's default for completions
+_DEFAULT_MOST_TOKENS = 16
+"""The limit of a completion that names none, in OpenAI's API and in vLLM."""
 
-_KEPT = frozenset(
+_UNCHANGED = frozenset(
     (
         "allowed_token_ids",
         "cache_salt",
+        "frequency_penalty",
         "ignore_eos",
         "include_stop_str_in_output",
         "logit_bias",
         "min_p",
         "model",
+        "presence_penalty",
         "priority",
         "repetition_penalty",
         "return_token_ids",
@@ -45,38 +48,57 @@ _KEPT = frozenset(
     )
 )
 """Parameters that a continued request has unchanged. The repetition penalty covers the prompt as well as the answer."""
-_DERIVED = frozenset(("max_tokens", "max_completion_tokens", "min_tokens", HANDOFF))
+_LIMITS = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _OF_PROMPTS = frozenset(
     (
         "add_generation_prompt",
         "add_special_tokens",
-        "best_of",
         "chat_template",
         "chat_template_kwargs",
         "continue_final_message",
         "documents",
         "messages",
         "metadata",
-        "n",
         "parallel_tool_calls",
         "prompt",
         "reasoning_effort",
         "tool_choice",
     )
 )
-"""Parameters that say how a prompt is made, whose tokens are known by then, and the number of answers, which is one."""
-_KNOWN = _KEPT | _DERIVED | _OF_PROMPTS
-_NO_FORMAT: Body = {"type": "text"}
+"""Parameters that say how a prompt is made, whose tokens are known by then."""
+_KNOWN = _UNCHANGED | _LIMITS | _OF_PROMPTS | {HANDOFF}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "logprobs": (False,),
+    "n": (1,),
+    "presence_penalty": (0, 0.0),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "stop": ([], ""),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+"""Parameters that may have only these values, which are also the defaults."""
 
 
 def can_continue(path: str, body: Body) -> bool:
     """Returns whether another server may continue the streamed answer to this request."""
     if path not in (COMPLETIONS, CHATS) or body.get("stream") is not True or not one_handoff_suffices(body):
         return False
-    if any(value and name not in _KNOWN and value != _NO_FORMAT for name, value in body.items()):
+    if not all(value is None or _is_known(name, value) for name, value in body.items()):
         return False
     messages = body.get("messages") or []
     return isinstance(messages, list) and all(map(_is_text, messages))
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if name in _ONLY:
+        return any(type(value) is type(one) and value == one for one in _ONLY[name])
+    return name in _KNOWN and (name not in _LIMITS or type(value) is int)
 
 
 def _is_text(message: Any) -> bool:
@@ -85,21 +107,36 @@ def _is_text(message: Any) -> bool:
     return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
-def continuing_body(path: str, body: Body, prompt: list[int], answer: list[int]) -> Body:
-    """Returns the request for COMPLETIONS that continues an answer of at least one token."""
+def needs_limit(path: str, body: Body) -> bool:
+    """Returns whether the answer may have as many tokens as the model allows: a completion needs a number."""
+    return path == CHATS and body.get("max_completion_tokens") is None and body.get("max_tokens") is None
+
+
+def continuing_body(
+    path: str, body: Body, prompt: list[int], answer: list[int], model_limit: int | None
+) -> Body:
+    """Returns the request for COMPLETIONS that continues an answer of at least one token.
+
+    `model_limit` is the largest number of tokens of prompt and answer, for requests that need it.
+    """
     num_tokens = len(answer)
-    asked = {name: value for name, value in body.items() if name in _KEPT}
-    asked |= {"prompt": prompt + answer, "max_tokens": _most_tokens(path, body, num_tokens)}
+    asked = {name: value for name, value in body.items() if name in _UNCHANGED and value is not None}
+    asked |= {"prompt": prompt + answer, "return_token_ids": True}
+    most = _limit(path, body, len(prompt), model_limit)
+    if most is not None:
+        asked["max_tokens"] = most - num_tokens
     if least := body.get("min_tokens"):
         asked["min_tokens"] = max(least - num_tokens, 0)
     if body.get("seed") is not None:
         asked[_XARGS] = {DRAWN: num_tokens}
-    return asked | {"return_token_ids": True}
+    return asked
 
 
-def _most_tokens(path: str, body: Body, num_tokens: int) -> int | None:
-    if path == CHATS:
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-    else:
-        most = body.get("max_tokens", _DEFAULT_MOST_TOKENS)
-    return most - num_tokens if isinstance(most, int) else None
+def _limit(path: str, body: Body, num_prompt: int, model_limit: int | None) -> int | None:
+    """Returns the limit of the whole answer, or None if nobody has told it."""
+    if needs_limit(path, body):
+        return model_limit - num_prompt if model_limit is not None else None
+    for name in ("max_completion_tokens", "max_tokens") if path == CHATS else ("max_tokens",):
+        if (given := body.get(name)) is not None:
+            return int(given)
+    return _DEFAULT_MOST_TOKENS

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from enum import Enum, auto
 
 from aiohttp import web
@@ -19,18 +19,21 @@ from aiohttp import web
 from kvlink.router import replies
 from kvlink.router.answering import Answering, Asked, NoPrefill, Opened, Refused
 from kvlink.router.bodies import Body
-from kvlink.router.copying import copy_ahead
+from kvlink.router.copying import can_continue_here
 from kvlink.router.counts import Counts
+from kvlink.router.moves import Move
 from kvlink.router.server_events import DONE, EventTooLong, ServerEvents, ended, event_of, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
 from kvlink.router.upstream import BROKEN, NotServed, Upstream
 
 _log = logging.getLogger("kvlink.router")
 
-_NO_PROGRESS_S = 30.0
-"""A client whose answer broke off waits no longer for its next token."""
+_NO_SERVER_S = 30.0
+"""The longest wait for a server that can continue an answer which broke off."""
 _RETRY_S = 0.5
-_LOOK_S = 5.0
+_MOST_WITHOUT_PROGRESS = 3
+"""Servers that break off an answer without a further token, before it is lost: the request itself may end them."""
+_CHECK_AFTER_S = 5.0
 """After this time without an event, the router looks whether the server still answers probes."""
 
 
@@ -59,7 +62,7 @@ class Resuming:
         """
         answer = StreamedAnswer(asked.path, asked.body)
         async with AsyncExitStack() as stack:
-            first = await self._answering.open_any(stack, asked._replace(body=answer.asking()))
+            first = await self._answering.open_any(stack, asked._replace(body=answer.first_request()))
             if not _is_stream(first):
                 return await replies.passed_on(
                     request, asked.request_id, first.answer, first.rest, keep, named
@@ -67,11 +70,12 @@ class Resuming:
             response = await replies.begun(request, first.answer)
             try:
                 if await self._stream(response, answer, asked, first, stack):
-                    if keep is not None and named is not None:
+                    if keep is not None and named is not None and answer.is_finished:
                         keep(named)
                     await response.write_eof()
                     return response
                 self._counts["lost"] += 1
+                _log.warning("a broken answer is lost request=%s", asked.request_id)
             except ConnectionError:
                 pass  # the client is gone
         replies.abort(request)
@@ -86,53 +90,55 @@ class Resuming:
         stack: AsyncExitStack,
     ) -> bool:
         """Returns whether the answer was completed. `stack` has the connection to the server that gives it."""
-        number, failed, until_s = 0, set[str](), 0.0
+        number, without_progress, failed = 0, 0, set[str]()
         while True:
             before = answer.num_tokens
-            async with self._moving(opened.url, answer, asked) as moving:
-                end = await self._pass_on(response, answer, opened, moving)
+            async with Move(self._decode, opened.url, answer, asked, self._counts) as move:
+                end = await self._pass_on(response, answer, opened, move)
             await stack.aclose()  # the server aborts what was not complete
             if end is _End.COMPLETE:
                 return True
-            if not answer.can_be_continued:
-                return False
-            if answer.num_tokens > before or not number:
-                failed, until_s = set(), time.monotonic() + _NO_PROGRESS_S
             number += 1
-            rest = _rest_of(asked, answer, number)
+            if answer.num_tokens > before:
+                without_progress, failed = 0, set()
             following = None
             if end is _End.MOVES:
-                following = await self._moved(stack, rest, moving.result())
+                following = await self._moved(stack, _rest_of(asked, answer, number), move.target)
             else:
+                without_progress += 1
                 failed.add(opened.url)
-            following = following or await self._resumed(stack, rest, failed, until_s)
+            if following is None:
+                if without_progress > _MOST_WITHOUT_PROGRESS or not answer.can_be_continued:
+                    return False
+                following = await self._resumed(stack, asked, answer, number, failed)
             if following is None:
                 return False
             opened = following
 
     async def _pass_on(
-        self,
-        response: web.StreamResponse,
-        answer: StreamedAnswer,
-        opened: Opened,
-        moving: asyncio.Task[str],
+        self, response: web.StreamResponse, answer: StreamedAnswer, opened: Opened, move: Move
     ) -> _End:
         events = ServerEvents()
         try:
             async for piece in self._pieces(opened):
                 output = bytearray()
-                end = _taken(output, events.feed(piece), answer, moving)
+                end = await _handled(output, events.feed(piece), answer, move)
                 if output:
                     await response.write(output)
                 if end is not None:
                     return end
         except (BrokenOff, EventTooLong) as error:
             _log.warning(
-                "an answer broke off server=%s tokens=%d error=%s", opened.url, answer.num_tokens, error
+                "an answer broke off request=%s server=%s tokens=%d error=%s",
+                move.request_id,
+                opened.url,
+                answer.num_tokens,
+                error,
             )
         if not answer.is_finished:
             return _End.BROKEN
-        await response.write(ended(DONE))
+        usage = answer.missing_usage()
+        await response.write((event_of(usage) if usage else b"") + ended(DONE))
         return _End.COMPLETE
 
     async def _pieces(self, opened: Opened) -> AsyncIterator[bytes]:
@@ -145,35 +151,13 @@ class Resuming:
     async def _next_piece(self, opened: Opened) -> bytes | None:
         """Returns None at the end, and nothing if nothing came in a while."""
         try:
-            async with asyncio.timeout(_LOOK_S) as looking:
+            async with asyncio.timeout(_CHECK_AFTER_S) as waiting:
                 return await anext(opened.rest, None)
         except BROKEN as error:
-            if looking.expired() and self._decode.is_up(opened.url):
+            if waiting.expired() and self._decode.ring.answers(opened.url):
                 return b""
             self._decode.broke_off(opened.url)
             raise BrokenOff(f"{type(error).__name__}: {error}") from error
-
-    @asynccontextmanager
-    async def _moving(
-        self, source: str, answer: StreamedAnswer, asked: Asked
-    ) -> AsyncIterator[asyncio.Task[str]]:
-        """Yields what returns, once `source` drains, the server that has copied the answer's cache, or ""."""
-        moving = asyncio.create_task(self._copied(source, answer, asked))
-        try:
-            yield moving
-        finally:
-            if not moving.done():
-                moving.cancel()
-                await asyncio.gather(moving, return_exceptions=True)
-
-    async def _copied(self, source: str, answer: StreamedAnswer, asked: Asked) -> str:
-        await self._decode.leaves(source)
-        target = self._decode.ring.choose(time.monotonic(), [source])
-        headers = asked.named("copy").headers
-        if target is not None and await copy_ahead(self._decode, source, target, answer, headers):
-            return target
-        self._counts["not_moved"] += 1
-        return ""
 
     async def _moved(self, stack: AsyncExitStack, asked: Asked, target: str) -> Opened | None:
         """Returns the rest of the answer from the server that has copied it, or None."""
@@ -181,52 +165,75 @@ class Resuming:
             opened = await self._answering.open_at(stack, target, asked)
         except NotServed:
             return None
+        if not _is_stream(opened):
+            await stack.aclose()
+            return None
         self._counts["moved"] += 1
+        _log.info("an answer moved request=%s server=%s", asked.request_id, target)
         return opened
 
     async def _resumed(
-        self, stack: AsyncExitStack, asked: Asked, failed: set[str], until_s: float
+        self, stack: AsyncExitStack, asked: Asked, answer: StreamedAnswer, number: int, failed: set[str]
     ) -> Opened | None:
-        """Returns the rest of the answer from any server, or None if none gives it in time.
+        """Returns the rest of the answer from any server, or None if none gives it in time, or one refuses.
 
         Servers that drain come last. Those in `failed` are asked again after a wait.
         """
-        draining = False
-        while time.monotonic() < until_s:
-            opened = await self._opened(stack, asked, failed, draining)
+        draining, waited_s = False, 0.0
+        while True:
+            try:
+                opened = await self._opened(stack, asked, answer, number, failed, draining)
+            except (Refused, BrokenOff):
+                return None
             if opened is not None and _is_stream(opened):
                 self._counts["resumed"] += 1
+                _log.info("an answer goes on request=%s server=%s", asked.request_id, opened.url)
                 return opened
-            if opened is not None:
-                failed.add(opened.url)
-                await stack.aclose()
-            elif draining:
+            if opened is not None and opened.answer.status < 500:
+                return None
+            await stack.aclose()
+            if draining:
+                if waited_s >= _NO_SERVER_S:
+                    return None
                 await asyncio.sleep(_RETRY_S)
+                waited_s += _RETRY_S
                 failed.clear()
             draining = True
-        return None
 
     async def _opened(
-        self, stack: AsyncExitStack, asked: Asked, failed: set[str], draining: bool
+        self,
+        stack: AsyncExitStack,
+        asked: Asked,
+        answer: StreamedAnswer,
+        number: int,
+        failed: set[str],
+        draining: bool,
     ) -> Opened | None:
+        """Returns None if no server is up. Raises Refused, and BrokenOff if none could continue the answer."""
+        url = self._decode.ring.choose(time.monotonic(), failed, draining)
+        if url is None:
+            return None
         try:
-            return await self._answering.open_any(stack, asked, failed, draining)
-        except (NotServed, NoPrefill, Refused):
+            if not await can_continue_here(self._decode, url, answer, asked.headers):
+                raise BrokenOff("its text does not end with a token")
+            rest = _rest_of(asked, answer, number)
+            return await self._answering.open_any(stack, rest, failed, draining)
+        except (NotServed, NoPrefill):
             return None
 
 
 def _rest_of(asked: Asked, answer: StreamedAnswer, number: int) -> Asked:
-    path, body = answer.continued()
+    path, body = answer.begin_continuation()
     return asked._replace(path=path, body=body).named(str(number))
 
 
-def _taken(
-    output: bytearray, events: list[bytes], answer: StreamedAnswer, moving: asyncio.Task[str]
-) -> _End | None:
+async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswer, move: Move) -> _End | None:
     """Appends to `output` what the client gets of these events. Returns None if the answer goes on."""
     for event in events:
         value = value_of(event)
         if value is None:
+            if event == DONE and answer.can_be_continued:
+                return _End.BROKEN
             output += ended(event)
             if event == DONE:
                 return _End.COMPLETE
@@ -240,7 +247,7 @@ def _taken(
             continue
         if value is not None:
             output += event_of(value)
-        if answer.can_move and moving.done() and moving.result():
+        if move.target and answer.can_move and await move.can_begin():
             return _End.MOVES
     return None
 

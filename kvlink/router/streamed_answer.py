@@ -10,15 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvlink.router.bodies import Body
-from kvlink.router.continuation import CHATS, COMPLETIONS, continuing_body
+from kvlink.router.continuation import CHATS, COMPLETIONS, continuing_body, needs_limit
 
 _NAMES = ("id", "created", "model")
 _IDS, _PROMPT_IDS = "token_ids", "prompt_token_ids"
-_OF_OTHER_TEXT = ("reasoning", "reasoning_content", "tool_calls")
+_PARSED = ("reasoning", "reasoning_content", "tool_calls")
+"""The fields of a chat's event with text that the server has taken out of the content."""
+_TAIL_CHARACTERS = 16
+_TAIL_TOKENS = 64
 
 
 class BrokenOff(Exception):
-    """A server said in an event that it does not finish the answer."""
+    """A server does not finish its answer."""
 
 
 class StreamedAnswer:
@@ -31,47 +34,95 @@ class StreamedAnswer:
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
         self._held: list[int] = []
-        """The tokens whose text has not come: a character may need several."""
-        self._before = 0
+        """The tokens since the last text: a character may need several."""
+        self._tail = ""
+        self._earlier = 0
         """The number of tokens that came from earlier servers."""
         self._is_plain = True
         """Whether the text is that of the tokens, and the server told all of them."""
+        self._ends_with_token = False
+        """Whether the text of the last token is complete, as far as the last event says."""
+        self._has_usage = False
+        self.model_limit: int | None = None
+        """The largest number of tokens of prompt and answer, which the caller learns if `needs_limit`."""
         self.is_finished = False
         """Whether the last token has come."""
 
     @property
-    def num_tokens(self) -> int:
-        """Returns the number of the answer's tokens whose text the client has."""
-        return len(self._tokens)
+    def model(self) -> str | None:
+        """Returns the model that the client named."""
+        return self._body.get("model")
 
     @property
-    def can_move(self) -> bool:
-        """Returns whether another server could continue after the last event."""
-        return self.can_be_continued and not self._held and bool(self._tokens)
+    def num_tokens(self) -> int:
+        """Returns the number of tokens up to the text that the client has."""
+        return len(self._tokens)
 
     @property
     def can_be_continued(self) -> bool:
         """Returns whether another server can continue, after the client's last text or from the beginning."""
-        return self._is_plain and not self.is_finished
+        is_known = self._prompt is not None or not self._tokens
+        return self._is_plain and is_known and not self.is_finished
 
-    def asking(self) -> Body:
+    @property
+    def can_move(self) -> bool:
+        """Returns whether another server could continue after the last event, without computing a token again."""
+        return self.can_be_continued and not self._held and bool(self._tokens)
+
+    @property
+    def needs_limit(self) -> bool:
+        """Returns whether a request that continues it needs the model's limit."""
+        return bool(self._tokens) and self.model_limit is None and needs_limit(self._path, self._body)
+
+    @property
+    def needs_check(self) -> bool:
+        """Returns whether the text may end within that of the last token.
+
+        An event with several tokens may end within a character, and a parser for chats may hold text back.
+        """
+        return bool(self._tokens) and not self._ends_with_token
+
+    def last_tokens(self, without: int) -> list[int]:
+        """Returns tokens before the client's last text, of which the last `without` are left out, for `ends_with`."""
+        end = len(self._tokens) - without
+        few = self._tokens[max(end - _TAIL_TOKENS, 0) : end]
+        before = self._prompt or []
+        return before[len(before) - min(len(before), _TAIL_TOKENS - len(few)) :] + few
+
+    def ends_with(self, text: str, without: int) -> bool:
+        """Takes the text of `last_tokens`, and returns whether the client's text ends there. Then it keeps only these.
+
+        vLLM sends the text of all tokens but those of an incomplete character, which shows as U+FFFD. Its parsers for
+        chats may hold back more.
+        """
+        is_here = text.endswith(self._tail) if self._path == CHATS else not text.endswith("\ufffd")
+        if not is_here or without >= len(self._tokens) or (without and self._body.get("return_token_ids")):
+            return False
+        del self._tokens[len(self._tokens) - without :]
+        self._ends_with_token = True
+        return True
+
+    def first_request(self) -> Body:
         """Returns the client's request, so that the server also tells the tokens."""
         return self._body | {"return_token_ids": True}
 
-    def continued(self) -> tuple[str, Body]:
-        """Returns the path and the body of the request for the next server, whose events `take` gets from now on."""
-        self._held.clear()
-        self._before = len(self._tokens)
-        return self.to_continue()
-
-    def to_continue(self) -> tuple[str, Body]:
-        """Returns the same for a request whose events `take` does not get."""
+    def continuation(self) -> tuple[str, Body]:
+        """Returns the path and the body of the request that continues it now."""
         if self._prompt is None or not self._tokens:
-            return self._path, self.asking()
-        return COMPLETIONS, continuing_body(self._path, self._body, self._prompt, self._tokens)
+            return self._path, self.first_request()
+        body = continuing_body(self._path, self._body, self._prompt, self._tokens, self.model_limit)
+        return COMPLETIONS, body
+
+    def begin_continuation(self) -> tuple[str, Body]:
+        """Returns the same. From now on, `take` gets the events of the next server."""
+        self._held.clear()
+        self._earlier = len(self._tokens)
+        if not self._tokens:
+            self._prompt = None  # a template may contain the time
+        return self.continuation()
 
     def take(self, event: Body) -> Body | None:
-        """Returns the event for the client, or None if it has none of it. Raises BrokenOff."""
+        """Returns the event for the client, or None if the client gets nothing. Raises BrokenOff."""
         choices = event.get("choices")
         if "error" in event or not isinstance(choices, list):
             raise BrokenOff(str(event.get("error", "an event without choices"))[:200])
@@ -80,9 +131,20 @@ class StreamedAnswer:
         for choice in choices:
             self._take(choice)
         self._names = self._names or {name: event[name] for name in _NAMES if name in event}
-        if has_begun and choices and self._only_role(choices[0]):
+        self._has_usage = self._has_usage or bool(not choices and event.get("usage"))
+        if has_begun and choices and _only_has_role(choices[0]):
             return None
-        return self._for_client(event, choices)
+        return self._for_client(event, choices, has_begun=has_begun)
+
+    def missing_usage(self) -> Body | None:
+        """Returns the usage that the client asked for and that a server which ended did not send."""
+        options = self._body.get("stream_options") or {}
+        if self._has_usage or self._prompt is None or not options.get("include_usage"):
+            return None
+        counts = len(self._prompt), len(self._tokens) + len(self._held)
+        usage = dict(zip(("prompt_tokens", "completion_tokens"), counts, strict=True))
+        kind = "chat.completion.chunk" if self._path == CHATS else "text_completion"
+        return {"object": kind, "choices": [], "usage": usage | {"total_tokens": sum(counts)}} | self._names
 
     def _learn_prompt(self, event: Body, choices: list[Any]) -> None:
         for place in (event, *choices):
@@ -94,34 +156,45 @@ class StreamedAnswer:
         if choice.get("finish_reason") == "abort":
             raise BrokenOff("the server aborted the request")
         delta = choice.get("delta") or {}
-        ids, text = choice.get(_IDS), choice.get("text") or delta.get("content")
-        if (text and not ids) or any(delta.get(name) for name in _OF_OTHER_TEXT):
+        ids, text = choice.get(_IDS) or [], choice.get("text") or delta.get("content")
+        if (text and not ids) or any(delta.get(name) for name in _PARSED):
             self._is_plain = False
-        self._held += ids or ()
+        self._held += ids
+        self.is_finished = self.is_finished or choice.get("finish_reason") is not None
+        if _IDS in choice:
+            choice[_IDS] = self._held.copy() if text or self.is_finished else []
         if text:
             self._tokens += self._held
             self._held.clear()
-        self.is_finished = self.is_finished or choice.get("finish_reason") is not None
+            self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
+            self._ends_with_token = len(ids) == 1 and self._path == COMPLETIONS
 
-    def _only_role(self, choice: Body) -> bool:
-        delta = choice.get("delta") or {}
-        return bool(delta.get("role")) and not delta.get("content") and choice.get("finish_reason") is None
-
-    def _for_client(self, event: Body, choices: list[Any]) -> Body:
-        if not self._body.get("return_token_ids"):
-            for place in (event, *choices):
-                place.pop(_IDS, None)
-                place.pop(_PROMPT_IDS, None)
-        if self._before:
-            for place in (event, *choices):
-                place.pop(_PROMPT_IDS, None)
+    def _for_client(self, event: Body, choices: list[Any], *, has_begun: bool) -> Body:
+        hidden = [] if self._body.get("return_token_ids") else [_IDS, _PROMPT_IDS]
+        for place in (event, *choices):
+            for name in [*hidden, _PROMPT_IDS] if has_begun else hidden:
+                place.pop(name, None)
+        if self._earlier:
             if self._path == CHATS:
                 event |= {"object": "chat.completion.chunk", "choices": list(map(_chat_choice, choices))}
             if usage := event.get("usage"):
-                usage["prompt_tokens"] -= self._before
-                usage["completion_tokens"] += self._before
+                event["usage"] = _usage_of_all(usage, self._earlier)
         return event | self._names
+
+
+def _only_has_role(choice: Body) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(delta.get("role")) and not delta.get("content") and choice.get("finish_reason") is None
 
 
 def _chat_choice(choice: Body) -> Body:
     return {"delta": {"content": choice.pop("text", "")}, **choice}
+
+
+def _usage_of_all(usage: Body, earlier: int) -> Body:
+    """Returns the counts of a whole answer. Details, such as cached tokens, are those of one request, and left out."""
+    return {
+        "prompt_tokens": usage["prompt_tokens"] - earlier,
+        "completion_tokens": usage["completion_tokens"] + earlier,
+        "total_tokens": usage["total_tokens"],
+    }

@@ -67,13 +67,15 @@ class Upstream:
         """Waits until the server drains."""
         await self._leaving[url].wait()
 
-    def is_up(self, url: str) -> bool:
-        """Returns whether the last probe or request was answered. A server that drains is up."""
-        return self.ring.available(url, time.monotonic(), draining=True)
-
     def broke_off(self, url: str) -> None:
         """Records that the connection to a server broke while it answered."""
-        self.ring.failed(url, time.monotonic())
+        self.ring.failed(url, time.monotonic(), gone=False)
+
+    def answered(self, url: str) -> None:
+        """Records that a server answered, which ends a drain if it was gone meanwhile."""
+        self.ring.succeeded(url)
+        if not self.ring.draining(url):
+            self._leaving[url].clear()
 
     async def ask_any(
         self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
@@ -136,11 +138,11 @@ class Upstream:
             raise self._gone(url, error, untouched=False) from error
         if response.status in _NOT_SERVING:
             raise self._gone(url, f"answered {response.status}", untouched=False)
-        self.ring.succeeded(url)
+        self.answered(url)
         return body
 
     def _gone(self, url: str, error: object, untouched: bool) -> NotServed:
-        self.ring.failed(url, time.monotonic())
+        self.ring.failed(url, time.monotonic(), gone=untouched)
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
         return NotServed(f"{self.role} {url}: {reason}", untouched)
 
@@ -155,6 +157,6 @@ class Upstream:
         except BROKEN:
             alive = False
         if alive:
-            self.ring.succeeded(url)
+            self.answered(url)
         else:
             self.ring.failed(url, time.monotonic())

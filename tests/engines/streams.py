@@ -78,7 +78,8 @@ class Streamed:
 def launch(name: str, largest: int = LARGEST) -> Launch:
     """A server that can both decode and hand off."""
     config = kv_transfer("KVLinkConnector", lease_s=PATIENT_LEASE_S)
-    return vllm(f"moves-{name}", MODEL, config, pool_flags(96, largest))
+    small_blocks = ("--block-size", "32")  # the smallest on a CPU; on a GPU vLLM's have 16 tokens
+    return vllm(f"moves-{name}", MODEL, config, (*pool_flags(384, largest), *small_blocks))
 
 
 @contextmanager

@@ -84,8 +84,12 @@ def test_a_chat_moves(two: list[Server], routed: Server) -> None:
     assert len(streamed.names) == 1
 
 
-@pytest.mark.parametrize("how", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_a_server_is_killed_while_it_decodes(two: list[Server], routed: Server, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "end"), [({}, "kill"), (SEEDED, "kill"), ({}, "close")], ids=["greedy", "seeded", "SIGTERM"]
+)
+def test_a_server_ends_while_it_decodes(
+    two: list[Server], routed: Server, how: dict[str, Any], end: str
+) -> None:
     tokens = prompt("killed", 400)
     expected = whole(two[0], tokens, **how)
     streamed = Streamed()
@@ -93,7 +97,7 @@ def test_a_server_is_killed_while_it_decodes(two: list[Server], routed: Server, 
         reading = pool.submit(streamed.read, routed.url, "/v1/completions", body_of(tokens, NUM_NEW, **how))
         assert streamed.begun.wait(60)
         place = two.index(decoding(routed, two))
-        two[place].kill()
+        getattr(two[place], end)()
         reading.result()
     two[place] = two[place].restarted().wait()
     assert streamed.tokens == expected

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvlink.integrations.vllm import seeds
 from kvlink.integrations.vllm.seeds import DRAWN, advance, continue_seeds
+from kvlink.router import continuation
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -30,6 +32,7 @@ class Runner:
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(vocab_size=32)
 
     def _update_states(self, scheduler_output: Any) -> str:
         for new in scheduler_output.scheduled_new_reqs:
@@ -74,10 +77,19 @@ def test_requests_without_a_seed_or_parameters(runner: Any) -> None:
     assert draws(runner.requests["r"].generator, 1) == draws(seeded(), 1)
 
 
-def test_a_gpus_generator_advances_by_vllms_offset() -> None:
+def test_a_gpus_generator_advances_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "_offset_a_token", lambda device, size: size // 8)
     offsets = [8]
     generator = SimpleNamespace(
         device=torch.device("cuda"), get_offset=lambda: offsets[-1], set_offset=offsets.append
     )
-    advance(generator, 3)  # type: ignore[arg-type]
+    advance(generator, 3, 32)  # type: ignore[arg-type]
     assert offsets == [8, 20]
+
+
+def test_other_devices_are_left_alone() -> None:
+    advance(SimpleNamespace(device=torch.device("xpu")), 3, 32)  # type: ignore[arg-type]
+
+
+def test_the_router_names_the_same_parameter() -> None:
+    assert continuation.DRAWN == DRAWN

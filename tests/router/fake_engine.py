@@ -46,6 +46,7 @@ class FakeEngine:
             [
                 web.post("/v1/{kind:.*}", self._complete),
                 web.post("/inference/v1/generate", self._complete),
+                web.post("/detokenize", self._detokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
             ]
@@ -114,6 +115,9 @@ class FakeEngine:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": self.name}]})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response()

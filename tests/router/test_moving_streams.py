@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
-from aiohttp import ClientError, ClientResponse
+from aiohttp import ClientError, ClientResponse, ClientSession
 from test_draining_servers import ask
 from test_router import Place
-from token_engine import HANDOFF, TokenEngine
+from token_engine import HANDOFF, MODEL_LIMIT, TokenEngine
 
 from kvlink.router import resuming
+from kvlink.router.choice import Ring
 from kvlink.router.server_events import value_of
 from kvlink.router.upstream import Upstream
 
@@ -132,6 +133,77 @@ async def test_a_server_that_breaks_off(
     assert len(second.asked) == (0 if is_over else 1)
 
 
+@pytest.mark.parametrize("merged", [2, 3, 7])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@REQUESTS
+async def test_events_with_several_tokens(
+    place: Moving, path: str, body: dict[str, Any], merged: int, after: int
+) -> None:
+    """Such an event may end within a character, whose text has not come."""
+    expected = await whole(place, body, path)
+    for engine in place.engines:
+        engine.tokens_an_event = merged
+    place.engines[0].break_after = after
+    shows_ids = body | {"return_token_ids": True}
+    assert said(await place.stream(body, path)) == expected
+    events = await place.stream(shows_ids, path)
+    assert said(events) == expected
+    ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", [])]
+    assert len(ids) == 20
+
+
+async def test_events_with_several_tokens_move(place: Moving) -> None:
+    expected = await whole(place, BODY, "/v1/completions")
+    place.engines[0].tokens_an_event = 2
+    async with place.paused(BODY, after=4) as go_on:
+        await place.drain_first("")
+        events = await go_on()
+    assert said(events) == expected
+    assert (await place.counts())["moved"] == 1
+
+
+@pytest.mark.parametrize("holds_back", [0, 1, 4])
+async def test_a_parser_that_holds_text_back(place: Moving, holds_back: int) -> None:
+    expected = await whole(place, CHAT, "/v1/chat/completions")
+    place.engines[0].holds_back = holds_back
+    place.engines[0].break_after = 7
+    async with place.client.post("/v1/chat/completions", json=CHAT) as answer:
+        if holds_back:
+            with pytest.raises(ClientError):
+                await answer.read()
+        else:
+            assert said(await rest_of(answer)) == expected
+
+
+async def test_a_chat_without_a_limit(place: Moving) -> None:
+    body = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    expected = await whole(place, body, "/v1/chat/completions")
+    place.engines[0].break_after = 7
+    events = await place.stream(body, "/v1/chat/completions")
+    assert said(events) == expected
+    assert place.engines[1].asked[0]["max_tokens"] + len(place.engines[1].asked[0]["prompt"]) == MODEL_LIMIT
+
+
+async def test_usage_that_a_dying_server_did_not_send(place: Moving) -> None:
+    body = BODY | {"stream_options": {"include_usage": True}}
+    place.engines[0].break_after = 20
+    events = await place.stream(body, "/v1/completions")
+    assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert events[-1]["choices"] == []
+    assert len(names(events)) == 1
+
+
+async def test_a_request_that_ends_every_server(place: Moving) -> None:
+    """It is not sent to them again and again."""
+    for engine in place.engines:
+        engine.always_breaks_after = 1
+    async with place.client.post("/v1/chat/completions", json=CHAT) as answer:
+        with pytest.raises(ClientError):
+            await answer.read()
+    assert sum(len(engine.asked) for engine in place.engines) == 1 + 3
+    assert (await place.counts())["lost"] == 1
+
+
 async def test_both_servers_break_off_in_turn(place: Moving) -> None:
     expected = await whole(place, BODY, "/v1/completions")
     for engine in place.engines:
@@ -162,7 +234,8 @@ async def test_a_server_that_tells_no_tokens(place: Moving) -> None:
 
 
 async def test_nobody_can_go_on(place: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "_NO_PROGRESS_S", 0.0)
+    monkeypatch.setattr(resuming, "_NO_SERVER_S", 0.02)
+    monkeypatch.setattr(resuming, "_RETRY_S", 0.01)
     place.engines[0].break_after = 5
     await place.kill(place.engines[1])
     async with place.client.post("/v1/completions", json=BODY) as answer:
@@ -230,6 +303,22 @@ async def test_a_target_that_dies_after_it_copied(place: Moving) -> None:
     assert (await place.counts())["resumed"] == 1
 
 
+async def test_streams_leave_a_server_until_it_is_replaced() -> None:
+    async with ClientSession() as session:
+        servers = Upstream("decode", Ring(["http://a"]), session)
+        servers.drain("http://a")
+        servers.broke_off("http://a")
+        servers.answered("http://a")
+        await servers.leaves("http://a")
+        assert servers.ring.draining("http://a"), "one stream broke off, and the server is the same"
+        servers.ring.failed("http://a", 0.0)
+        servers.answered("http://a")
+        leaving = asyncio.create_task(servers.leaves("http://a"))
+        await asyncio.sleep(0)
+        assert not leaving.done()
+        leaving.cancel()
+
+
 async def test_a_client_that_hangs_up_ends_a_stream(place: Moving) -> None:
     async with place.paused(BODY):
         pass
@@ -241,13 +330,15 @@ async def test_a_server_that_hangs(place: Moving, monkeypatch: pytest.MonkeyPatc
     """Its host may have lost its power, so that nothing ends the connection."""
     expected = await whole(place, BODY, "/v1/completions")
     looked = asyncio.Event()
+    first = place.engines[0].url
 
-    def look(*_: object) -> bool:
-        looked.set()
-        return is_up
+    def answers(_: object, url: str) -> bool:
+        if url == first:
+            looked.set()
+        return is_up or url != first
 
-    monkeypatch.setattr(resuming, "_LOOK_S", 0.01)
-    monkeypatch.setattr(Upstream, "is_up", look)
+    monkeypatch.setattr(resuming, "_CHECK_AFTER_S", 0.01)
+    monkeypatch.setattr(Ring, "answers", answers)
     async with place.paused(BODY) as go_on:
         await looked.wait()
         if not is_up:

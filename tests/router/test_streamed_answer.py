@@ -33,6 +33,7 @@ def chat(content: str, ids: list[int] | None, finish: str | None = None, **delta
         {},
         {"temperature": 0.7, "seed": 3, "top_p": 0.9, "stop_token_ids": [2], "logit_bias": {"1": 2}},
         {"n": 1, "best_of": 1, "stop": None, "logprobs": None, "echo": False, "presence_penalty": 0.0},
+        {"stop": [], "logprobs": False, "tools": [], "of_a_later_version": None},
         {"response_format": {"type": "text"}, "stream_options": {"include_usage": True}},
     ],
 )
@@ -50,11 +51,19 @@ def test_requests_that_another_server_can_continue(more: dict[str, Any]) -> None
         {"presence_penalty": 0.5},
         {"frequency_penalty": -0.5},
         {"logprobs": 1},
+        {"logprobs": 0},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"choice": ["a"]}},
         {"bad_words": ["x"]},
         {"tools": [{"type": "function"}]},
         {"of_a_later_version": 1},
+        {"of_a_later_version": False},
+        {"thinking_token_budget": 0},
+        {"watermarking": False},
+        {"spaces_between_special_tokens": False},
+        {"max_tokens": "9"},
+        {"max_tokens": True},
+        {"min_tokens": 1.0},
         {"vllm_xargs": {"a": 1}},
     ],
 )
@@ -75,13 +84,15 @@ def test_other_requests_that_are_not_continued() -> None:
 
 def test_a_completion_goes_on_where_it_was() -> None:
     answer = StreamedAnswer(COMPLETIONS, BODY | {"min_tokens": 3, "seed": 1})
-    assert answer.asking()["return_token_ids"] is True
+    assert answer.first_request()["return_token_ids"] is True
     assert not answer.can_move, "nothing is known of it"
     first = answer.take(completion("x", [7], prompt_token_ids=[1, 2]))
     assert first == completion("x", [7]) | {"choices": [{"index": 0, "text": "x", "finish_reason": None}]}
-    answer.take(completion("yz", [8, 9]))
+    answer.take(completion("y", [8]))
+    answer.take(completion("z", [9]))
     assert answer.can_move
-    path, asked = answer.continued()
+    assert not answer.needs_check
+    path, asked = answer.begin_continuation()
     assert path == COMPLETIONS
     assert asked == {
         "model": "m",
@@ -106,11 +117,11 @@ def test_tokens_without_text_are_computed_again() -> None:
     answer.take(completion("x", [7], prompt_token_ids=[1]))
     answer.take(completion("", [8]))
     assert not answer.can_move
-    assert answer.continued()[1]["prompt"] == [1, 7]
+    assert answer.begin_continuation()[1]["prompt"] == [1, 7]
     answer.take(completion("", [8]))
     answer.take(completion("é", [9]))
     assert answer.can_move
-    assert answer.continued()[1]["prompt"] == [1, 7, 8, 9]
+    assert answer.begin_continuation()[1]["prompt"] == [1, 7, 8, 9]
 
 
 def test_a_chat_goes_on_as_a_completion_and_looks_like_a_chat() -> None:
@@ -118,30 +129,56 @@ def test_a_chat_goes_on_as_a_completion_and_looks_like_a_chat() -> None:
     begun = chat("", None, role="assistant") | {"prompt_token_ids": [1, 2]}
     assert answer.take(begun) == chat("", None, role="assistant")
     answer.take(chat("x", [7]))
-    path, asked = answer.continued()
+    path, asked = answer.begin_continuation()
     assert (path, asked["prompt"], asked["max_tokens"]) == (COMPLETIONS, [1, 2, 7], 4)
     assert "messages" not in asked
     assert answer.take(completion("y", [8], "stop", prompt_token_ids=[1, 2, 7])) == chat("y", None, "stop")
 
 
-def test_a_chat_without_a_limit_has_none_afterwards() -> None:
+def test_a_chat_without_a_limit_has_the_models() -> None:
+    answer = StreamedAnswer(CHATS, CHAT)
+    answer.take(chat("", None, role="assistant") | {"prompt_token_ids": [1]})
+    assert not answer.needs_limit, "the chat would be asked again"
+    answer.take(chat("x", [7]))
+    assert answer.needs_limit
+    answer.model_limit = 10
+    assert answer.begin_continuation()[1]["max_tokens"] == 8
+
+
+@pytest.mark.parametrize("more", [{}, {"max_tokens": None}])
+def test_completions_have_openais_default_limit(more: dict[str, Any]) -> None:
+    answer = StreamedAnswer(COMPLETIONS, {"prompt": [1], "stream": True} | more)
+    answer.take(completion("x", [7], prompt_token_ids=[1]))
+    assert answer.begin_continuation()[1]["max_tokens"] == 15
+
+
+def test_an_event_with_several_tokens_is_checked() -> None:
+    answer = StreamedAnswer(COMPLETIONS, BODY)
+    answer.take(completion("xy", [7, 8, 9], prompt_token_ids=[1]))
+    assert answer.needs_check
+    assert answer.last_tokens(0) == [1, 7, 8, 9]
+    assert not answer.ends_with("axy\ufffd", 0)
+    assert answer.last_tokens(1) == [1, 7, 8]
+    assert answer.ends_with("axy", 1)
+    assert not answer.needs_check
+    assert answer.begin_continuation()[1]["prompt"] == [1, 7, 8]
+
+
+def test_a_chats_text_is_compared() -> None:
     answer = StreamedAnswer(CHATS, CHAT)
     answer.take(chat("", None, role="assistant") | {"prompt_token_ids": [1]})
     answer.take(chat("x", [7]))
-    assert answer.continued()[1]["max_tokens"] is None
-
-
-def test_completions_have_openais_default_limit() -> None:
-    answer = StreamedAnswer(COMPLETIONS, {"prompt": [1], "stream": True})
-    answer.take(completion("x", [7], prompt_token_ids=[1]))
-    assert answer.continued()[1]["max_tokens"] == 15
+    answer.take(chat("y", [8]))
+    assert answer.needs_check
+    assert not answer.ends_with("axy<", 0)
+    assert answer.ends_with("axy", 1)
 
 
 def test_before_the_first_text_the_request_is_asked_again() -> None:
     answer = StreamedAnswer(CHATS, CHAT)
     answer.take(chat("", None, role="assistant") | {"prompt_token_ids": [1, 2]})
     assert not answer.can_move
-    assert answer.continued() == (CHATS, CHAT | {"return_token_ids": True})
+    assert answer.begin_continuation() == (CHATS, CHAT | {"return_token_ids": True})
     assert answer.take(chat("", None, role="assistant")) is None, "the client has it"
     assert answer.take(chat("x", [7])) == chat("x", None)
 
@@ -149,8 +186,9 @@ def test_before_the_first_text_the_request_is_asked_again() -> None:
 def test_usage_counts_all_tokens() -> None:
     answer = StreamedAnswer(COMPLETIONS, BODY)
     answer.take(completion("xy", [7, 8], prompt_token_ids=[1, 2, 3]))
-    answer.continued()
+    answer.begin_continuation()
     usage = {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
     event = answer.take({"id": "c2", "choices": [], "usage": usage})
     assert event is not None
     assert event["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
@@ -165,7 +203,7 @@ def test_servers_that_give_up(event: dict[str, Any]) -> None:
     with pytest.raises(BrokenOff):
         answer.take(event)
     assert answer.can_be_continued
-    assert answer.continued()[1]["prompt"] == [1, 7]
+    assert answer.begin_continuation()[1]["prompt"] == [1, 7]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +221,8 @@ def test_a_client_that_asked_for_tokens_gets_them() -> None:
     answer = StreamedAnswer(COMPLETIONS, BODY | {"return_token_ids": True})
     first = completion("x", [7], prompt_token_ids=[1])
     assert answer.take(first) == first
-    answer.continued()
+    assert answer.take(completion("", [9])) == completion("", []), "it is computed again"
+    answer.begin_continuation()
     assert answer.take(completion("y", [8], prompt_token_ids=[1, 7])) == completion("y", [8])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from fake_engine import HANDOFF, FakeEngine
 
+MODEL_LIMIT = 23
 OF_CHATS = [11, 12, 13]
 """The tokens of any chat."""
 
@@ -19,9 +20,14 @@ def next_token(tokens: list[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 97
 
 
-def text_of(token: int) -> str:
-    """A third of the tokens are parts of characters, whose text comes with the next one."""
-    return "" if token % 3 == 0 else f"t{token} "
+def text_of(tokens: list[int]) -> str:
+    """Returns the text of tokens, a third of which are parts of the character that ends with the next other one."""
+    text = held = ""
+    for token in tokens:
+        held += f"[{token}]" if token % 3 == 0 else f"t{token} "
+        if token % 3:
+            text, held = text + held, ""
+    return text + "\ufffd" * bool(held)
 
 
 class TokenEngine(FakeEngine):
@@ -31,10 +37,20 @@ class TokenEngine(FakeEngine):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.break_after: int | None = None
+        self.always_breaks_after: int | None = None
         self.kind_of_end = "cut"
         self.pause_after: int | None = None
         self.going_on = asyncio.Event()
         self.tells_tokens = True
+        self.tokens_an_event = 1
+        self.holds_back = 0
+        """The characters that a parser for chats holds back at the end of each event."""
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": MODEL_LIMIT}]})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"prompt": text_of((await request.json())["tokens"])})
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not body.get("stream"):
@@ -44,6 +60,7 @@ class TokenEngine(FakeEngine):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         breaks, pauses = self.break_after, self.pause_after
+        breaks = breaks if self.always_breaks_after is None else self.always_breaks_after
         self.break_after = self.pause_after = None
         number = 0
         async for event in self._events(request.path.endswith("/chat/completions"), body):
@@ -64,7 +81,7 @@ class TokenEngine(FakeEngine):
 
     async def _events(self, is_chat: bool, body: dict[str, Any]) -> AsyncIterator[bytes]:
         prompt = OF_CHATS if is_chat else list(body["prompt"])
-        tokens, most = list(prompt), body.get("max_tokens") or 20
+        most = _most_tokens(is_chat, body)
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         named = {"id": f"{self.name}-{len(self.asked)}", "object": kind, "created": 1, "model": "m"}
         told = body.get("return_token_ids") and self.tells_tokens
@@ -75,20 +92,23 @@ class TokenEngine(FakeEngine):
         if is_chat:
             delta = {"role": "assistant", "content": ""}
             yield event([{"index": 0, "delta": delta}], **({"prompt_token_ids": prompt} if told else {}))
-        text = ""
-        for number in range(most):
-            token = next_token(tokens)
-            tokens.append(token)
-            text = f"{text}[{token}]" if token % 3 == 0 else f"{text}{text_of(token)}"
-            finish = "length" if number == most - 1 else None
-            shown = text if token % 3 or finish else ""
-            choice = {"index": 0, **({"delta": {"content": shown}} if is_chat else {"text": shown})}
+        tokens, shown = list(prompt), len(text_of(prompt))
+        if text_of(prompt).endswith("\ufffd"):
+            shown = 0  # as vLLM: a prompt that ends within a character is sent with its last one
+        for first in range(0, most, self.tokens_an_event):
+            new = min(self.tokens_an_event, most - first)
+            for _ in range(new):
+                tokens.append(next_token(tokens))
+            finish = "length" if first + new == most else None
+            whole = text_of(tokens).removesuffix("\ufffd")
+            end = len(whole) if finish else max(len(whole) - self.holds_back * is_chat, shown)
+            text, shown = whole[shown:end], max(end, shown)
+            choice = {"index": 0, **({"delta": {"content": text}} if is_chat else {"text": text})}
             choice["finish_reason"] = finish
             if told:
-                choice["token_ids"] = [token]
-                if not is_chat and not number:
+                choice["token_ids"] = tokens[len(tokens) - new :]
+                if not is_chat and not first:
                     choice["prompt_token_ids"] = prompt
-            text = "" if shown else text
             yield event([choice])
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {
@@ -98,6 +118,12 @@ class TokenEngine(FakeEngine):
             }
             yield event([], usage=usage)
         yield b"data: [DONE]\n\n"
+
+
+def _most_tokens(is_chat: bool, body: dict[str, Any]) -> int:
+    """As vLLM: a completion without a limit has 16 tokens, a chat as many as the model allows."""
+    most = body.get("max_tokens")
+    return (MODEL_LIMIT - len(OF_CHATS) if is_chat else 16) if most is None else most
 
 
 __all__ = ["HANDOFF", "TokenEngine"]
