@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that lose their server, between real HTTP servers: another one goes on, and the client sees one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
+
+from aiohttp import ClientError
+from moving_place import (
+    ABORTED,
+    BODY,
+    CHAT,
+    ENGINE_DIED,
+    REQUESTS,
+    Moving,
+    moving_place,
+    names,
+    rest_of,
+    said,
+    whole,
+)
+from token_engine import MODEL_LIMIT
+
+from kvlink.router import resuming
+from kvlink.router.choice import Ring
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Moving]:
+    async with moving_place() as moving:
+        yield moving
+
+
+@REQUESTS
+async def test_an_answer_that_nothing_happens_to(place: Moving, path: str, body: dict[str, Any]) -> None:
+    events = await place.stream(body, path)
+    assert said(events) == await whole(place, body, path)
+    assert not any("token_ids" in choice for event in events for choice in event["choices"])
+    assert not any("prompt_token_ids" in place for event in events for place in (event, *event["choices"]))
+    assert await place.counts() == {"handed_off": 1}
+
+
+@REQUESTS
+@pytest.mark.parametrize("how", ["cut", ENGINE_DIED, ABORTED], ids=["cut", "engine died", "aborted"])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 19, 20])
+async def test_a_server_that_breaks_off(
+    place: Moving, path: str, body: dict[str, Any], how: str, after: int
+) -> None:
+    expected = await whole(place, body, path)
+    first, second = place.engines
+    first.break_after, first.kind_of_end = after, how
+    events = await place.stream(body, path)
+    assert said(events) == expected
+    assert len(names(events)) == 1
+    is_over = path.startswith("/v1/comp") and after == 20
+    assert len(second.asked) == (0 if is_over else 1)
+
+
+@pytest.mark.parametrize("merged", [2, 3, 7])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@REQUESTS
+async def test_events_with_several_tokens(
+    place: Moving, path: str, body: dict[str, Any], merged: int, after: int
+) -> None:
+    """Such an event may end within a character, whose text has not come."""
+    expected = await whole(place, body, path)
+    for engine in place.engines:
+        engine.tokens_an_event = merged
+    place.engines[0].break_after = after
+    shows_ids = body | {"return_token_ids": True}
+    assert said(await place.stream(body, path)) == expected
+    events = await place.stream(shows_ids, path)
+    assert said(events) == expected
+    ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", [])]
+    assert len(ids) == 20
+
+
+@pytest.mark.parametrize("holds_back", [0, 1, 4])
+async def test_a_parser_that_holds_text_back(place: Moving, holds_back: int) -> None:
+    expected = await whole(place, CHAT, "/v1/chat/completions")
+    place.engines[0].holds_back = holds_back
+    place.engines[0].break_after = 7
+    async with place.client.post("/v1/chat/completions", json=CHAT) as answer:
+        if holds_back:
+            with pytest.raises(ClientError):
+                await answer.read()
+        else:
+            assert said(await rest_of(answer)) == expected
+
+
+async def test_a_chat_without_a_limit(place: Moving) -> None:
+    body = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    expected = await whole(place, body, "/v1/chat/completions")
+    place.engines[0].break_after = 7
+    events = await place.stream(body, "/v1/chat/completions")
+    assert said(events) == expected
+    assert place.engines[1].asked[0]["max_tokens"] + len(place.engines[1].asked[0]["prompt"]) == MODEL_LIMIT
+
+
+async def test_usage_that_a_dying_server_did_not_send(place: Moving) -> None:
+    body = BODY | {"stream_options": {"include_usage": True}}
+    place.engines[0].break_after = 20
+    events = await place.stream(body, "/v1/completions")
+    assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert events[-1]["choices"] == []
+    assert len(names(events)) == 1
+
+
+async def test_a_request_that_ends_every_server(place: Moving) -> None:
+    """It is not sent to them again and again."""
+    for engine in place.engines:
+        engine.always_breaks_after = 1
+    async with place.client.post("/v1/chat/completions", json=CHAT) as answer:
+        with pytest.raises(ClientError):
+            await answer.read()
+    assert sum(len(engine.asked) for engine in place.engines) == 1 + 3
+    assert (await place.counts())["lost"] == 1
+
+
+async def test_both_servers_break_off_in_turn(place: Moving) -> None:
+    expected = await whole(place, BODY, "/v1/completions")
+    for engine in place.engines:
+        engine.break_after = 7
+    events = await place.stream(BODY, "/v1/completions")
+    assert said(events) == expected
+    assert (await place.counts())["resumed"] == 2
+
+
+@pytest.mark.parametrize("body", [BODY | {"stop": ["zz"]}, BODY | {"presence_penalty": 1.0}])
+async def test_a_request_that_cannot_go_on_is_broken_off(place: Moving, body: dict[str, Any]) -> None:
+    place.engines[0].break_after = 5
+    async with place.client.post("/v1/completions", json=body) as answer:
+        with pytest.raises(ClientError):
+            await answer.read()
+    assert place.engines[1].asked == []
+
+
+async def test_a_server_that_tells_no_tokens(place: Moving) -> None:
+    for engine in place.engines:
+        engine.tells_tokens = False
+    expected = await whole(place, BODY, "/v1/completions")
+    assert said(await place.stream(BODY, "/v1/completions")) == expected
+    place.engines[1].break_after = 5
+    async with place.client.post("/v1/completions", json=BODY) as answer:
+        with pytest.raises(ClientError):
+            await answer.read()
+
+
+async def test_nobody_can_go_on(place: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "_NO_SERVER_S", 0.02)
+    monkeypatch.setattr(resuming, "_RETRY_S", 0.01)
+    place.engines[0].break_after = 5
+    await place.kill(place.engines[1])
+    async with place.client.post("/v1/completions", json=BODY) as answer:
+        with pytest.raises(ClientError):
+            await answer.read()
+    assert (await place.counts())["lost"] == 1
+
+
+@pytest.mark.parametrize("is_up", [False, True], ids=["gone", "slow"])
+async def test_a_server_that_hangs(place: Moving, monkeypatch: pytest.MonkeyPatch, is_up: bool) -> None:
+    """Its host may have lost its power, so that nothing ends the connection."""
+    expected = await whole(place, BODY, "/v1/completions")
+    looked = asyncio.Event()
+    first = place.engines[0].url
+
+    def answers(_: object, url: str) -> bool:
+        if url == first:
+            looked.set()
+        return is_up or url != first
+
+    monkeypatch.setattr(resuming, "_CHECK_AFTER_S", 0.01)
+    monkeypatch.setattr(Ring, "answers", answers)
+    async with place.paused(BODY) as go_on:
+        await looked.wait()
+        if not is_up:
+            await place.engines[1].arrived.wait()
+        events = await go_on()
+    assert said(events) == expected
+    assert len(place.engines[1].asked) == (not is_up)
+
+
+async def test_each_server_gets_one_request_id(place: Moving) -> None:
+    """Headers have no case, and clients write them as they like."""
+    place.engines[0].break_after = 5
+    async with place.client.post("/v1/completions", json=BODY, headers={"x-request-id": "r"}) as answer:
+        await answer.read()
+    ids = [engine.headers[0].getall("X-Request-Id") for engine in place.engines]  # type: ignore[attr-defined]
+    assert ids == [["r"], ["r-1"]]
