@@ -20,9 +20,9 @@ from itertools import pairwise
 from typing import Any
 
 from aiohttp import ClientSession
-from pair import ask, prompt
+from pair import ask
 from servers import Server, running
-from streams import MODEL, body_of, launch
+from streams import MODEL, body_of, connect, launch
 
 from kvlink.router.answering import Answering
 from kvlink.router.control_client import asking
@@ -109,8 +109,7 @@ async def measure(two: list[Server], rounds: int) -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     async with routing(urls, urls, migrate=True, control=True) as url, ClientSession(url) as client:
-        for _ in range(2):  # each server connects to the other
-            await moved(client, two, 128)
+        await moved(client, two, 128)
         for num_tokens in SIZES:
             rows = [row for _ in range(rounds) if (row := await moved(client, two, num_tokens)) is not None]
             pause, step, trip, again, gap, stayed = (
@@ -126,8 +125,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     watch_moves()
     with running(replace(launch(name), cpus=cpu) for name, cpu in (("a", "0"), ("b", "1"))) as two:
-        for server in two:
-            assert ask(server.url, MODEL, prompt("warm up", 300), 2).status == 200
+        connect(*two)
         asyncio.run(measure(two, rounds))
 
 

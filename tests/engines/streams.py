@@ -86,9 +86,17 @@ def launch(name: str, largest: int = LARGEST) -> Launch:
 def two_servers() -> Iterator[list[Server]]:
     """Yields two servers. A test may replace one that it ends."""
     with running(launch(name) for name in "ab") as servers:
-        for server in servers:
-            assert ask(server.url, MODEL, prompt("warm up", 300), 2).status == 200
+        connect(*servers)
         yield servers
+
+
+def connect(one: Server, other: Server) -> None:
+    """Lets each server pull from the other, so that later pulls find a connection."""
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    for source, target in ((one, other), (other, one)):
+        tokens = prompt(f"from {source.url}", 300)
+        handoff = ask(source.url, MODEL, tokens, 1, kv_transfer_params=dict(wanted)).handoff
+        assert ask(target.url, MODEL, tokens, 2, kv_transfer_params=handoff).status == 200
 
 
 def tell(routed: Server, command: str, server: Server) -> None:
