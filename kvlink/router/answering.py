@@ -101,18 +101,25 @@ class Answering:
         self._chats = chats
 
     async def open_any(
-        self, stack: AsyncExitStack, asked: Asked, without: Collection[str] = (), draining: bool = False
+        self,
+        stack: AsyncExitStack,
+        asked: Asked,
+        without: Collection[str] = (),
+        draining: bool = False,
+        first: str = "",
     ) -> Opened:
         """Returns the answer of the first decode server that begins one. Raises NotServed, NoPrefill and Refused.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
-        Servers in `without` are not asked, and those that drain only with `draining`.
+        Servers in `without` are not asked, and those that drain only with `draining`. `first` is asked first. NotServed
+        says whether a server may have begun with the request.
         """
         tried = list(without)
         reason, handoff, alone = "no decode server is up", None, asked.path in DECODE_ALONE
-        known = alone
+        known, is_untouched = alone, True
         self._counts["not_suited"] += alone
-        while (url := self._decode.ring.choose(time.monotonic(), tried, draining)) is not None:
+        while url := first or self._decode.ring.choose(time.monotonic(), tried, draining):
+            first = ""
             follows = not known and self._streams(asked.body)
             try:
                 if follows:
@@ -130,8 +137,9 @@ class Answering:
             except NotServed as error:
                 tried.append(url)
                 reason, known = str(error), alone or (known and error.untouched)
+                is_untouched = is_untouched and error.untouched
                 self._counts["decode_retried"] += 1
-        raise NotServed(reason, untouched=True)
+        raise NotServed(reason, is_untouched)
 
     async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
         """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvlink.router.bodies import Body, decode_body, handoff_of, prefill_body
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Answer, Upstream
+from kvlink.router.upstream import Answer, NotServed, Upstream
 
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
@@ -85,7 +85,9 @@ async def _ends_with_token(
 
 
 def _value(answer: Answer) -> Body:
-    """Returns the object in an answer, or an empty one."""
+    """Returns the object in an answer, or an empty one. Raises NotServed if the server may answer another time."""
+    if answer.status >= 500 or answer.status == 429:
+        raise NotServed(f"answered {answer.status}", untouched=False)
     try:
         value: Any = json.loads(answer.begin) if answer.status == 200 else {}
     except ValueError:

@@ -19,6 +19,8 @@ _log = logging.getLogger("kvlink.router")
 
 _AGAIN_S = 5.0
 """The wait after a copy that failed."""
+CHECK_S = 3.0
+"""The longest wait for what a server is asked before it continues."""
 _MOST_CHECKS = 8
 """The events after which the target is asked in vain before the answer stays."""
 
@@ -51,16 +53,27 @@ class Move:
 
     async def can_begin(self) -> bool:
         """Returns whether the target can continue after the last event. It may be asked for what is not known."""
+        if not self._servers.ring.draining(self._source):
+            self._begin_again()
+            return False
         try:
-            can = await can_continue_here(self._servers, self.target, self._answer, self._headers)
-        except NotServed:
-            can = False
-        if not can:
-            self._checks_left -= 1
-            self.target = self.target if self._checks_left else ""
+            async with asyncio.timeout(CHECK_S):
+                can = await can_continue_here(self._servers, self.target, self._answer, self._headers)
+        except (NotServed, TimeoutError):
+            self._begin_again()
+            return False
+        self._checks_left -= not can
+        if not self._checks_left:
+            self.target = ""
+            self._counts["not_moved"] += 1
         return can
 
-    async def _prepare(self) -> None:
+    def _begin_again(self) -> None:
+        self.target = ""
+        self._preparing = asyncio.create_task(self._prepare(_AGAIN_S))
+
+    async def _prepare(self, delay_s: float = 0.0) -> None:
+        await asyncio.sleep(delay_s)
         is_counted = False
         while not self.target:
             await self._servers.leaves(self._source)

@@ -21,7 +21,7 @@ from kvlink.router.answering import Answering, Asked, NoPrefill, Opened, Refused
 from kvlink.router.bodies import Body
 from kvlink.router.copying import can_continue_here
 from kvlink.router.counts import Counts
-from kvlink.router.moves import Move
+from kvlink.router.moves import CHECK_S, Move
 from kvlink.router.server_events import DONE, EventTooLong, ServerEvents, ended, event_of, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
 from kvlink.router.upstream import BROKEN, NotServed, Upstream
@@ -58,7 +58,8 @@ class Resuming:
     ) -> web.StreamResponse:
         """Streams the answer. `keep` and `named` are those of `passed_on`. Raises what `open_any` raises.
 
-        If nobody can continue an answer, the connection is aborted, so that it does not look complete.
+        If nobody can continue an answer, the client gets the last server's error, or the connection is aborted, so that
+        the answer does not look complete.
         """
         answer = StreamedAnswer(asked.path, asked.body)
         async with AsyncExitStack() as stack:
@@ -75,6 +76,10 @@ class Resuming:
                     await response.write_eof()
                     return response
                 self._counts["lost"] += 1
+                if answer.error is not None:
+                    await response.write(event_of(answer.error) + ended(DONE))
+                    await response.write_eof()
+                    return response
                 _log.warning("a broken answer is lost request=%s", asked.request_id)
             except ConnectionError:
                 pass  # the client is gone
@@ -120,7 +125,7 @@ class Resuming:
     ) -> _End:
         events = ServerEvents()
         try:
-            async for piece in self._pieces(opened):
+            async for piece in self._pieces(opened, answer):
                 output = bytearray()
                 end = await _handled(output, events.feed(piece), answer, move)
                 if output:
@@ -141,20 +146,20 @@ class Resuming:
         await response.write((event_of(usage) if usage else b"") + ended(DONE))
         return _End.COMPLETE
 
-    async def _pieces(self, opened: Opened) -> AsyncIterator[bytes]:
+    async def _pieces(self, opened: Opened, answer: StreamedAnswer) -> AsyncIterator[bytes]:
         """Yields the body of an answer. Raises BrokenOff if the connection breaks, or if the server hangs."""
         piece: bytes | None = opened.answer.begin
         while piece is not None:
             yield piece
-            piece = await self._next_piece(opened)
+            piece = await self._next_piece(opened, answer)
 
-    async def _next_piece(self, opened: Opened) -> bytes | None:
+    async def _next_piece(self, opened: Opened, answer: StreamedAnswer) -> bytes | None:
         """Returns None at the end, and nothing if nothing came in a while."""
         try:
             async with asyncio.timeout(_CHECK_AFTER_S) as waiting:
                 return await anext(opened.rest, None)
         except BROKEN as error:
-            if waiting.expired() and self._decode.ring.answers(opened.url):
+            if waiting.expired() and (self._decode.ring.answers(opened.url) or not answer.can_be_continued):
                 return b""
             self._decode.broke_off(opened.url)
             raise BrokenOff(f"{type(error).__name__}: {error}") from error
@@ -179,18 +184,19 @@ class Resuming:
 
         Servers that drain come last. Those in `failed` are asked again after a wait.
         """
-        draining, waited_s = False, 0.0
-        while True:
+        draining, waited_s, touched = False, 0.0, 0
+        while touched <= _MOST_WITHOUT_PROGRESS:
             try:
                 opened = await self._opened(stack, asked, answer, number, failed, draining)
-            except (Refused, BrokenOff):
+            except (NoPrefill, NotServed, TimeoutError) as error:
+                opened = None
+                touched += isinstance(error, NotServed) and not error.untouched
+            except BrokenOff:
                 return None
-            if opened is not None and _is_stream(opened):
+            if opened is not None:
                 self._counts["resumed"] += 1
                 _log.info("an answer goes on request=%s server=%s", asked.request_id, opened.url)
                 return opened
-            if opened is not None and opened.answer.status < 500:
-                return None
             await stack.aclose()
             if draining:
                 if waited_s >= _NO_SERVER_S:
@@ -199,6 +205,7 @@ class Resuming:
                 waited_s += _RETRY_S
                 failed.clear()
             draining = True
+        return None
 
     async def _opened(
         self,
@@ -209,17 +216,29 @@ class Resuming:
         failed: set[str],
         draining: bool,
     ) -> Opened | None:
-        """Returns None if no server is up. Raises Refused, and BrokenOff if none could continue the answer."""
+        """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoPrefill."""
         url = self._decode.ring.choose(time.monotonic(), failed, draining)
         if url is None:
             return None
+        async with asyncio.timeout(CHECK_S):
+            can_continue = await can_continue_here(self._decode, url, answer, asked.headers)
+        if not can_continue:
+            raise BrokenOff("its text does not end with a token")
+        rest = _rest_of(asked, answer, number)
         try:
-            if not await can_continue_here(self._decode, url, answer, asked.headers):
-                raise BrokenOff("its text does not end with a token")
-            rest = _rest_of(asked, answer, number)
-            return await self._answering.open_any(stack, rest, failed, draining)
-        except (NotServed, NoPrefill):
-            return None
+            opened = await self._answering.open_any(stack, rest, failed, draining, url)
+        except Refused as refused:
+            raise _not_given(refused.answer.status) from refused
+        if not _is_stream(opened):
+            raise _not_given(opened.answer.status)
+        return opened
+
+
+def _not_given(status: int) -> Exception:
+    """Returns the exception for a status in place of an answer: another server may answer otherwise, or none would."""
+    if status >= 500 or status == 429:
+        return NotServed(f"answered {status}", untouched=False)
+    return BrokenOff(f"a server answered {status}")
 
 
 def _rest_of(asked: Asked, answer: StreamedAnswer, number: int) -> Asked:

@@ -47,6 +47,9 @@ class StreamedAnswer:
         """The largest number of tokens of prompt and answer, which the caller learns if `needs_limit`."""
         self.is_finished = False
         """Whether the last token has come."""
+        self.error: Body | None = None
+        """The event in which a server said that it does not finish, until another one goes on."""
+        self._is_refused = False
 
     @property
     def model(self) -> str | None:
@@ -62,7 +65,7 @@ class StreamedAnswer:
     def can_be_continued(self) -> bool:
         """Returns whether another server can continue, after the client's last text or from the beginning."""
         is_known = self._prompt is not None or not self._tokens
-        return self._is_plain and is_known and not self.is_finished
+        return self._is_plain and is_known and not self.is_finished and not self._is_refused
 
     @property
     def can_move(self) -> bool:
@@ -125,8 +128,9 @@ class StreamedAnswer:
         """Returns the event for the client, or None if the client gets nothing. Raises BrokenOff."""
         choices = event.get("choices")
         if "error" in event or not isinstance(choices, list):
+            self.error, self._is_refused = event, _is_of_request(event.get("error"))
             raise BrokenOff(str(event.get("error", "an event without choices"))[:200])
-        has_begun = bool(self._names)
+        self.error, has_begun = None, bool(self._names)
         self._learn_prompt(event, choices)
         for choice in choices:
             self._take(choice)
@@ -180,6 +184,12 @@ class StreamedAnswer:
             if usage := event.get("usage"):
                 event["usage"] = _usage_of_all(usage, self._earlier)
         return event | self._names
+
+
+def _is_of_request(error: Any) -> bool:
+    """Returns whether any other server would give the same error."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(code, int) and 400 <= code < 500 and code != 429
 
 
 def _only_has_role(choice: Body) -> bool:

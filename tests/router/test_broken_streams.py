@@ -112,15 +112,27 @@ async def test_usage_that_a_dying_server_did_not_send(place: Moving) -> None:
     assert len(names(events)) == 1
 
 
-async def test_a_request_that_ends_every_server(place: Moving) -> None:
-    """It is not sent to them again and again."""
+@pytest.mark.parametrize("how", ["cut", ENGINE_DIED], ids=["cut", "engine died"])
+async def test_a_request_that_ends_every_server(place: Moving, how: str) -> None:
+    """It is not sent to them again and again, and the client gets the error, if there is one."""
     for engine in place.engines:
-        engine.always_breaks_after = 1
+        engine.always_breaks_after, engine.kind_of_end = 1, how
     async with place.client.post("/v1/chat/completions", json=CHAT) as answer:
-        with pytest.raises(ClientError):
-            await answer.read()
+        if how == "cut":
+            with pytest.raises(ClientError):
+                await answer.read()
+        else:
+            assert (await rest_of(answer))[-1] == {"error": {"message": "engine died"}}
     assert sum(len(engine.asked) for engine in place.engines) == 1 + 3
     assert (await place.counts())["lost"] == 1
+
+
+async def test_an_error_of_the_request_is_passed_on(place: Moving) -> None:
+    place.engines[0].break_after = 3
+    place.engines[0].kind_of_end = 'data: {"error": {"message": "no", "code": 400}}\n\n'
+    events = await place.stream(BODY, "/v1/completions")
+    assert events[-1] == {"error": {"message": "no", "code": 400}}
+    assert place.engines[1].asked == []
 
 
 async def test_both_servers_break_off_in_turn(place: Moving) -> None:
@@ -163,11 +175,12 @@ async def test_nobody_can_go_on(place: Moving, monkeypatch: pytest.MonkeyPatch) 
     assert (await place.counts())["lost"] == 1
 
 
-@pytest.mark.parametrize("is_up", [False, True], ids=["gone", "slow"])
-async def test_a_server_that_hangs(place: Moving, monkeypatch: pytest.MonkeyPatch, is_up: bool) -> None:
+@pytest.mark.parametrize("how", ["gone", "slow", "cannot go on"])
+async def test_a_server_that_hangs(place: Moving, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Its host may have lost its power, so that nothing ends the connection."""
     expected = await whole(place, BODY, "/v1/completions")
-    looked = asyncio.Event()
+    looked, is_up, stays = asyncio.Event(), how == "slow", how != "gone"
+    place.engines[0].tells_tokens = how != "cannot go on"
     first = place.engines[0].url
 
     def answers(_: object, url: str) -> bool:
@@ -179,11 +192,11 @@ async def test_a_server_that_hangs(place: Moving, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Ring, "answers", answers)
     async with place.paused(BODY) as go_on:
         await looked.wait()
-        if not is_up:
+        if not stays:
             await place.engines[1].arrived.wait()
         events = await go_on()
     assert said(events) == expected
-    assert len(place.engines[1].asked) == (not is_up)
+    assert len(place.engines[1].asked) == (not stays)
 
 
 async def test_each_server_gets_one_request_id(place: Moving) -> None:

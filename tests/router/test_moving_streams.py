@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
 from aiohttp import ClientSession
-from moving_place import BODY, REQUESTS, Moving, moving_place, names, said, whole
+from moving_place import BODY, CHAT, REQUESTS, Moving, moving_place, names, said, whole
 from test_draining_servers import ask
 from token_engine import HANDOFF
 
+from kvlink.router import moves
 from kvlink.router.choice import Ring
 from kvlink.router.upstream import Upstream
 
@@ -93,6 +94,19 @@ async def test_a_target_that_dies_after_it_copied(place: Moving) -> None:
         events = await go_on()
     assert said(events) == expected
     assert (await place.counts())["resumed"] == 1
+
+
+async def test_a_target_that_hangs_after_it_copied(place: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat's text is checked there first, while its server goes on."""
+    expected = await whole(place, CHAT, "/v1/chat/completions")
+    monkeypatch.setattr(moves, "CHECK_S", 0.01)
+    async with place.paused(CHAT, "/v1/chat/completions") as go_on:
+        await place.drain_first("")
+        place.engines[1].hang = True
+        events = await go_on()
+    assert place.engines[1].hung.is_set()
+    assert said(events) == expected
+    assert "moved" not in await place.counts()
 
 
 async def test_streams_leave_a_server_until_it_is_replaced() -> None:

@@ -43,6 +43,7 @@ class TokenEngine(FakeEngine):
         self.going_on = asyncio.Event()
         self.tells_tokens = True
         self.tokens_an_event = 1
+        self.hung = asyncio.Event()
         self.holds_back = 0
         """The characters that a parser for chats holds back at the end of each event."""
 
@@ -50,6 +51,9 @@ class TokenEngine(FakeEngine):
         return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": MODEL_LIMIT}]})
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        if self.hang:
+            self.hung.set()
+            await asyncio.Event().wait()
         return web.json_response({"prompt": text_of((await request.json())["tokens"])})
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
