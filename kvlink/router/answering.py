@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
@@ -19,6 +18,7 @@ from kvlink.router.bodies import (
     decode_body,
     handoff_of,
     num_tokens,
+    object_in,
     one_handoff_suffices,
     prefill_body,
     streams_from,
@@ -181,10 +181,7 @@ class Answering:
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
         if answer.status != 200:
             raise Refused(answer)
-        try:
-            handoff = handoff_of(json.loads(answer.begin))
-        except ValueError:
-            handoff = None
+        handoff = handoff_of(object_in(answer.begin))
         self._advised_from = streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:

@@ -6,6 +6,7 @@ The handoff is opaque: it is carried and never read, except for whether decode s
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeAlias
 
 Body: TypeAlias = dict[str, Any]
@@ -84,6 +85,15 @@ def asking_for_a_ticket(body: Body, answer_as: str) -> Body:
 def named_ticket(answer_as: str) -> Body:
     """Returns what prefill gets in place of a ticket that decode offers under this name."""
     return {_ANSWER_OF: answer_as}
+
+
+def object_in(content: bytes) -> Body | None:
+    """Returns the JSON object that a body consists of, or None for anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def handoff_of(answer: Any) -> Body | None:

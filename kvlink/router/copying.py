@@ -7,13 +7,11 @@ cache. The other server pulls them, and keeps them in its own cache for the requ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
-from kvlink.router.bodies import Body, decode_body, handoff_of, prefill_body
+from kvlink.router.bodies import Body, decode_body, handoff_of, object_in, prefill_body
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Answer, NotServed, Upstream
+from kvlink.router.upstream import Answer, NotServed, Upstream, answers_later
 
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
@@ -86,10 +84,6 @@ async def _ends_with_token(
 
 def _value(answer: Answer) -> Body:
     """Returns the object in an answer, or an empty one. Raises NotServed if the server may answer another time."""
-    if answer.status >= 500 or answer.status == 429:
+    if answers_later(answer.status):
         raise NotServed(f"answered {answer.status}", untouched=False)
-    try:
-        value: Any = json.loads(answer.begin) if answer.status == 200 else {}
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return (object_in(answer.begin) if answer.status == 200 else None) or {}

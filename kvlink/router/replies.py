@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from kvlink.router.bodies import HANDOFF, Body, handoff_of
+from kvlink.router.bodies import HANDOFF, Body, handoff_of, object_in
 from kvlink.router.upstream import BROKEN, Answer
 
 _log = logging.getLogger("kvlink.router")
@@ -78,12 +78,9 @@ def error(status: int, message: str) -> web.Response:
 
 
 def _without_ticket(whole: bytes, keep: Keep) -> bytes:
-    try:
-        answer = json.loads(whole)
-    except ValueError:
-        return whole
+    answer = object_in(whole)
     ticket = handoff_of(answer)
-    if ticket is None:
+    if answer is None or ticket is None:
         return whole
     keep(ticket)
     del answer[HANDOFF]

@@ -24,7 +24,7 @@ from kvlink.router.counts import Counts
 from kvlink.router.moves import CHECK_S, Move
 from kvlink.router.server_events import DONE, EventTooLong, ServerEvents, ended, event_of, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
-from kvlink.router.upstream import BROKEN, NotServed, Upstream
+from kvlink.router.upstream import BROKEN, NotServed, Upstream, answers_later
 
 _log = logging.getLogger("kvlink.router")
 
@@ -236,7 +236,7 @@ class Resuming:
 
 def _not_given(status: int) -> Exception:
     """Returns the exception for a status in place of an answer: another server may answer otherwise, or none would."""
-    if status >= 500 or status == 429:
+    if answers_later(status):
         return NotServed(f"answered {status}", untouched=False)
     return BrokenOff(f"a server answered {status}")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvlink.router.bodies import object_in
+
 DONE = b"data: [DONE]"
 MOST_BYTES = 64 << 20
 """The largest event. The first one of an answer may contain the ids of a whole prompt."""
@@ -38,13 +40,7 @@ class ServerEvents:
 
 def value_of(event: bytes) -> dict[str, Any] | None:
     """Returns the object in an event, or None for DONE, a comment, and anything else."""
-    if not event.startswith(_DATA):
-        return None
-    try:
-        value = json.loads(event[len(_DATA) :])
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    return object_in(event[len(_DATA) :]) if event.startswith(_DATA) else None
 
 
 def event_of(value: dict[str, Any]) -> bytes:

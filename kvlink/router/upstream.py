@@ -25,6 +25,11 @@ _PROBE_S = 10.0
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
 
+def answers_later(status: int) -> bool:
+    """Returns whether a status says nothing about the request, so that the same one may be answered another time."""
+    return status >= 500 or status == 429
+
+
 class NotServed(Exception):
     """A server did not begin to answer. `untouched` says that it never saw the request."""
 
