@@ -13,7 +13,6 @@ whose images were not encoded before takes `encoder` and `pulled` together.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -22,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from encoders import encode, items, launch
-from first_token import Timed, spread, timed
+from first_token import PAUSE_S, Timed, show, spread, timed
 from images import Parts, messages
 from pair import prompt
 from servers import ENGINES, MODELS, Server, running
 
 PIXELS = {"idefics3": 112, "idefics3-12x512": 224, "idefics3-12x768": 512}
 _NUM_TEXT = 30
-_PAUSE_S = 1.5
-"""Idle processes of vLLM spin for a second, and would take the cores from the server that is measured."""
 
 
 def main() -> int:
@@ -47,10 +44,7 @@ def main() -> int:
             for row in rows(
                 servers, model, options.rounds, [int(each) for each in options.images.split(",")]
             ):
-                print(
-                    json.dumps(row) if options.json else "  ".join(f"{k}={v}" for k, v in row.items()),
-                    flush=True,
-                )
+                show(row, as_json=options.json)
     return 0
 
 
@@ -69,7 +63,7 @@ def rows(servers: list[Server], model: str, rounds: int, counts: list[int]) -> I
         pulled, here = items(reader, "pulled"), items(reader, "encoded_here")
         names = [[f"{model} {count} {turn} {number}" for number in range(count)] for turn in range(rounds)]
         taken = [sample(servers, model, each, turn) for turn, each in enumerate(names)]
-        time.sleep(_PAUSE_S)  # vLLM counts after the answer
+        time.sleep(PAUSE_S)  # vLLM counts after the answer
         assert items(reader, "pulled") - pulled == count * rounds
         assert items(reader, "encoded_here") == here
         assert len({tuple(each.tokens) for _, each, _ in taken}) > 1, "the tokens do not depend on the images"
@@ -88,13 +82,13 @@ def sample(servers: list[Server], model: str, names: list[str], turn: int) -> tu
     encoder, reader, plain = servers
     parts: Parts = [prompt("before", _NUM_TEXT), *names, prompt("after", _NUM_TEXT)]
     content = {"messages": messages(parts, PIXELS[model])}
-    time.sleep(_PAUSE_S)
+    time.sleep(PAUSE_S)
     began = time.perf_counter()
     params = encode(encoder, parts, model, pixels=PIXELS[model])
     encoder_ms = (time.perf_counter() - began) * 1e3
     answers: dict[Server, Timed] = {}
     for server in (reader, plain) if turn % 2 else (plain, reader):
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
         more = {"ec_transfer_params": params} if server is reader else {}
         answers[server] = timed(server, model, content, **more)
     assert answers[reader].tokens == answers[plain].tokens, names

@@ -17,6 +17,10 @@ from servers import Server
 _TIMEOUT_S = 300.0
 
 
+PAUSE_S = 1.5
+"""Idle processes of vLLM spin for a second, and would take the cores from the server that is measured."""
+
+
 class Timed(NamedTuple):
     """The tokens of an answer, and the time until the first of them, from the call."""
 
@@ -61,3 +65,8 @@ def spread(values: Sequence[float]) -> str:
     """Returns the median, with the quartiles in brackets."""
     low, _, high = quantiles(values, n=4, method="inclusive")
     return f"{median(values):.0f} ({low:.0f}-{high:.0f})"
+
+
+def show(row: Mapping[str, Any], *, as_json: bool) -> None:
+    """Prints a row at once, because the next one may take minutes."""
+    print(json.dumps(row) if as_json else "  ".join(f"{k}={v}" for k, v in row.items()), flush=True)

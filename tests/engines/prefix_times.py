@@ -16,7 +16,6 @@ the trace, and each answer has one token.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from chats import MODEL, pool_flags
-from first_token import Timed, spread, timed
+from first_token import PAUSE_S, Timed, show, spread, timed
 from pair import Pair, eventually, prompt
 from prefix_replays import LARGEST, replays
 from servers import STEADY_MALLOC, Server, running, vllm
@@ -32,8 +31,6 @@ from sharing import WITHIN_S, computed, forget, published, results, sharing
 
 _NUM_QUESTION = 40
 _BLOCKS = 400
-_PAUSE_S = 1.5
-"""Idle processes of vLLM spin for a second, and would take the cores from the server that is measured."""
 
 
 def main() -> int:
@@ -50,7 +47,7 @@ def main() -> int:
     else:
         found = rows(options.rounds, [int(each) for each in options.tokens.split(",")])
     for row in found:
-        print(json.dumps(row) if options.json else "  ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+        show(row, as_json=options.json)
     return 0
 
 
@@ -67,7 +64,7 @@ def rows(rounds: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
             }
             started, moved = computed(pair.decode), pair.decode.metric("vllm:kvlink_transfer_bytes_sum")
             taken = [sample(pair, alone, f"{length} {turn}", length, turn) for turn in range(rounds)]
-            time.sleep(_PAUSE_S)  # vLLM counts after the answer
+            time.sleep(PAUSE_S)  # vLLM counts after the answer
             yield {
                 "prefix": length,
                 "rounds": rounds,
@@ -84,7 +81,7 @@ def rows(rounds: int, lengths: list[int]) -> Iterator[dict[str, Any]]:
 def sample(pair: Pair, alone: Server, name: str, length: int, turn: int) -> tuple[Timed, Timed]:
     """Returns the answers of the server that shares, and of the plain one."""
     directory = pair.coordinators[0]
-    time.sleep(_PAUSE_S)  # the prefix of the request before is published a step after its answer
+    time.sleep(PAUSE_S)  # the prefix of the request before is published a step after its answer
     forget(pair)
     prefix = prompt(f"prefix {name}", length)
     assert pair.ask(pair.prefill, [*prefix, *prompt(f"first {name}", _NUM_QUESTION)], 1).status == 200
@@ -92,7 +89,7 @@ def sample(pair: Pair, alone: Server, name: str, length: int, turn: int) -> tupl
     tokens = [*prefix, *prompt(f"second {name}", _NUM_QUESTION)]
     answers: dict[Server, Timed] = {}
     for server in (pair.decode, alone) if turn % 2 else (alone, pair.decode):
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
         answers[server] = timed(server, MODEL, {"prompt": tokens})
     assert answers[pair.decode].tokens == answers[alone].tokens, name
     return answers[pair.decode], answers[alone]
