@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps one request's failure inside that request: an exception that left an engine's step would end all of them.
+
+Whoever catches one calls `RequestGuard.caught`, then reports the request as failed in the engine's own way. Only
+`Exception` is caught, and nothing before the start is guarded: a wrong configuration must refuse to start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from .request_names import printable
+
+
+class RequestGuard:
+    """Counts and logs unexpected exceptions by the kind of work they came from."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._traced: set[tuple[str, type[Exception]]] = set()
+        self.counts: Counter[str] = Counter()
+        """Exceptions by the kind of work, since the last `take_counts`."""
+
+    def caught(self, kind: str, request_id: object, error: Exception) -> None:
+        """Counts an exception of one request. The first of its kind is logged with its trace, later ones in a line."""
+        self.counts[kind] += 1
+        first = (kind, type(error)) not in self._traced
+        self._traced.add((kind, type(error)))
+        self._log.error(
+            "request %s: %s failed, and the others go on: %r",
+            printable(request_id),
+            kind,
+            error,
+            exc_info=error if first else None,
+        )
+
+    def take_counts(self) -> dict[str, int]:
+        """Returns and resets the counts."""
+        counts = dict(self.counts)
+        self.counts.clear()
+        return counts
