@@ -65,15 +65,22 @@ class Relays(Draining):
         """
         worker = cast("Worker", self)
         limit_s = worker._timeout_s if timeout_s is None else checked(timeout_s)
+        if worker.pool.gpu is not None or len(worker.pool.groups) > 1:  # before a claim uses up a ticket
+            raise ConfigError(
+                "a relay needs a pool of one cache group in host memory; this worker has another"
+            )
+        block_ids = copied(worker._read_ids(into))
         sources = [self._source(each, limit_s) for each in (ticket, instead) if each is not None]
         request_id, num_tokens = sources[0].request_id, sources[0].num_tokens
-        if worker.pool.gpu is not None or len(worker.pool.groups) > 1:
-            raise ConfigError(f"request {request_id}: a relay needs a pool of one cache group in host memory")
+        if len(sources) > 1 and len(sources[1].seats) > 1:
+            raise ConfigError(
+                f"request {request_id}: `instead` has {len(sources[1].seats)} seats, and releasing it would end the "
+                "offer for other readers; pass a ticket of `split`"
+            )
         if any(each.num_tokens != num_tokens for each in sources):
             raise ConfigError(
                 f"request {request_id}: `instead` has {sources[1].num_tokens} tokens, and `ticket` {num_tokens}"
             )
-        block_ids = copied(worker._read_ids(into))
         offered = None
         if readers:
             offered = worker.offer(

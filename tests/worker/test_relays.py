@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -13,12 +15,16 @@ import numpy.typing as npt
 import pytest
 from waiting import eventually
 
+import kvlink.worker.relay
 from kvlink import BlockPool, LeaseEnd, StaleBlocks, Ticket, Worker
 from kvlink.coordinator import Coordinator
-from kvlink.errors import ConfigError, PeerUnreachable, UnknownRequest
+from kvlink.errors import Cancelled, ConfigError, PeerUnreachable, UnknownRequest
 from kvlink.layout import Geometry, dense
+from kvlink.transfer.peer import Peer
+from kvlink.transfer.peers import Peers
 from kvlink.transfer.relay_start import batch_units
 from kvlink.types import ReadyUnit
+from kvlink.worker.relay import Relay
 
 NUM_BLOCKS, TOKENS = 16, 4
 FROM, INTO = list(range(8)), list(range(15, 7, -1))
@@ -159,6 +165,95 @@ def test_a_cancelled_relay_ends_its_offer(owner: Worker, relays: list[Worker]) -
     with pytest.raises(StaleBlocks, match=r"from relay-0 .* its owner aborted it"):
         two.wait(WAIT_S)
     one.cancel()
+
+
+def _turning(
+    owner: Worker, relay: Worker, spare: Worker, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], None]
+) -> Relay:
+    """A relay of which the first source has ended. It calls `ask` before it reads from the second."""
+    one = relay.relay(owner.offer("r", FROM, ready=0), INTO, instead=spare.offer("r", FROM))
+    plain = kvlink.worker.relay.check_relay
+
+    def checked(peer: Peer | None, ticket: Ticket) -> Peer:
+        ask()
+        return plain(peer, ticket)
+
+    monkeypatch.setattr(kvlink.worker.relay, "check_relay", checked)
+    owner.abort("r")
+    return one
+
+
+def test_cancel_prevents_the_pull_from_the_next_source(
+    owner: Worker, relays: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread is about to read from the next source when `cancel` returns."""
+    cancelled: list[Relay] = []
+    one = _turning(owner, relays[0], relays[2], monkeypatch, lambda: cancelled[0].cancel())
+    cancelled.append(one)
+    fill(relays[2], 2)
+    before = planes(relays[0]).copy()
+    with pytest.raises(Cancelled):
+        one.wait(WAIT_S)
+    assert np.array_equal(planes(relays[0]), before)
+    assert ends(relays[0]) == [LeaseEnd.ABORTED]
+    with pytest.raises(Cancelled):
+        one.wait(WAIT_S)
+
+
+def test_cancel_ends_a_wait_for_a_source_that_does_not_answer(
+    owner: Worker, relays: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=relays[2].offer("r", FROM))
+    monkeypatch.setattr(Peers, "connect", never)
+    owner.abort("r")
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(one.wait)
+        assert asked.wait(WAIT_S)
+        one.cancel()
+        with pytest.raises(Cancelled):
+            waiting.result(WAIT_S)
+
+
+def test_a_wait_with_a_timeout_returns_while_the_next_source_is_connected(
+    owner: Worker, relays: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    spare = relays[2].offer("r", FROM)
+    fill(relays[2], 2)
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=spare, timeout_s=3600)
+    with monkeypatch.context() as patched:
+        patched.setattr(Peers, "connect", never)
+        owner.abort("r")
+        eventually(lambda: one.pull.done())
+        assert not one.wait(0.01)
+        assert not one.wait(0)
+    one.cancel()
+
+
+def test_an_ended_relay_leaves_a_later_offer_of_its_name_alone(owner: Worker, relays: list[Worker]) -> None:
+    one = relays[0].relay(owner.offer("r", FROM), INTO)
+    two = relays[1].relay(one.ticket, INTO, readers=0)
+    assert one.wait(WAIT_S)
+    assert two.wait(WAIT_S)
+    assert ends(relays[0]) == [LeaseEnd.SETTLED]
+    again = relays[0].offer("r", INTO)
+    one.cancel()
+    assert relays[1].pull(again, INTO).wait(WAIT_S)
+
+
+def test_an_unsplit_ticket_is_no_other_source(owner: Worker, relays: list[Worker]) -> None:
+    """Its release in the end would settle the seats of all other readers."""
+    whole = owner.offer("r", FROM, readers=3)
+    with pytest.raises(ConfigError, match="`instead` has 3 seats"):
+        relays[0].relay(owner.split(whole)[0], INTO, instead=whole)
 
 
 def test_a_relay_is_never_read_again_from_its_first_block(owner: Worker, relays: list[Worker]) -> None:
