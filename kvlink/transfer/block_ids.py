@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 from operator import index
 from typing import Any, Protocol, SupportsIndex, cast
 
@@ -28,8 +29,11 @@ class SupportsDLPack(Protocol):
         """Returns the kind and the number of the device."""
 
 
-BlockIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | SupportsDLPack
-"""The types that `offer` and `pull` accept. array("I") and contiguous numpy uint32 are used without conversion."""
+BlockIds = Iterable[SupportsIndex] | npt.NDArray[np.integer[Any]] | SupportsDLPack
+"""The types that `offer` and `pull` accept: whatever has integers in an order, and is read once.
+
+array("I") and contiguous numpy uint32 are used without conversion.
+"""
 
 
 def as_buffer(given: BlockIds, what: str) -> Any:
@@ -43,14 +47,15 @@ def as_buffer(given: BlockIds, what: str) -> Any:
         if given.dtype == np.uint32 and given.dtype.isnative and given.ndim == 1 and given.flags.c_contiguous:
             return given
         return _of_numpy(given, what)
-    if isinstance(given, (str, bytes, bytearray, dict, set, frozenset)):
-        raise ConfigError(f"{what}: block ids must be integers in order, not {type(given).__name__}")
     if isinstance(given, (array, memoryview)) or hasattr(given, "__dlpack_device__"):
         return _of_numpy(_to_numpy(given, what), what)
-    try:
-        return array("I", cast("Sequence[int]", given))
-    except (OverflowError, TypeError):
-        return _explain(given, what)
+    if isinstance(given, (str, bytes, bytearray, Set, Mapping)) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what}: block ids must be integers in order, not {type(given).__name__}")
+    ids = list(given)  # once: an iterator has nothing left for a second reader
+    if bool not in set(map(type, ids)):  # array would take it for a number
+        with suppress(OverflowError, TypeError):
+            return array("I", cast("list[int]", ids))
+    return array("I", [_id(what, at, value) for at, value in enumerate(ids)])
 
 
 def as_array(given: BlockIds, what: str) -> array[int]:
@@ -111,18 +116,10 @@ def _of_numpy(given: npt.NDArray[Any], what: str) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(given, np.uint32)
 
 
-def _explain(given: Any, what: str) -> array[int]:
-    try:
-        each = list(given)
-    except TypeError:
-        raise ConfigError(
-            f"{what}: block ids must be integers in order, not {type(given).__name__}"
-        ) from None
-    return array("I", [_id(what, at, value) for at, value in enumerate(each)])
-
-
 def _id(what: str, at: int, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         block = index(value)
     except TypeError:
         raise ConfigError(_not_an_id(what, at, value)) from None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvlink.errors import ConfigError
@@ -74,9 +74,14 @@ def revoke(engine: Engine, block_ids: GroupIds) -> int:
     """See `Worker.revoke`."""
     if type(block_ids) is array and block_ids.typecode == "I":
         return engine.core.revoke(block_ids)  # every step calls it
-    if isinstance(block_ids, (list, tuple)) and block_ids and isinstance(block_ids[0], (Sequence, array)):
+    if isinstance(block_ids, (list, tuple)) and block_ids and _is_list(block_ids[0]):
         return engine.core.revoke(joined(arrays_of(block_ids, engine.pool.groups, "revoke")))
     return engine.core.revoke(as_buffer(cast(BlockIds, block_ids), "revoke"))
+
+
+def _is_list(given: object) -> bool:
+    """Returns whether this is the list of a group, and not an id: a tensor of no dimension is one."""
+    return isinstance(given, Iterable) and bool(getattr(given, "ndim", True))
 
 
 def _checked_ttl(request_id: str, ttl_s: float | None) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import eventually
 
 from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
@@ -47,6 +48,7 @@ BAD: list[tuple[Any, str]] = [
     ([[1, 2]], r"block id \[1, 2\] at index 0 is no integer"),
     (np.array([1.5]), "block id 1.5 at index 0 is no integer"),
     (np.array([True]), "block id True at index 0 is no integer"),
+    ([1, True], "block id True at index 1 is no integer"),
     (np.array([[1, 2]]), r"one dimension, not shape \[1, 2\]"),
     (np.array(1), r"one dimension, not shape \[\]"),
     ([4, 2, 4], "block id 4 at index 2 is also at index 0"),
@@ -56,6 +58,8 @@ BAD: list[tuple[Any, str]] = [
     (b"\1\0\0\0", "integers in order, not bytes"),
     ("12", "integers in order, not str"),
     ({1, 2}, "integers in order, not set"),
+    ({1: 2}.keys(), "integers in order, not dict_keys"),
+    ({1: 2}, "integers in order, not dict"),
     (7, "integers in order, not int"),
     (None, "integers in order, not NoneType"),
 ]
@@ -101,6 +105,54 @@ def test_torch_tensors_are_ids() -> None:
 def test_what_is_no_id_is_refused_by_index_and_value(given: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check_distinct(as_array(given, "r"), NUM_BLOCKS, "r")
+
+
+READERS: dict[str, Callable[[Worker, Any], object]] = {
+    "offer": lambda worker, ids: worker.offer("g", ids),
+    "offer_soft": lambda worker, ids: worker.offer_soft("g", ids),
+    "pull": lambda worker, ids: worker.pull(worker.offer("t", [40, 41, 42]), ids).wait(),
+    "prepare": lambda worker, ids: (
+        worker.prepare(worker.offer("t", [40, 41, 42]), ids).pull(worker.offer("u", [40, 41, 42])).wait()
+    ),
+    "relay": lambda worker, ids: worker.relay(worker.offer("t", [40, 41, 42]), ids, readers=0).wait(),
+    "revoke": lambda worker, ids: worker.revoke(ids),
+}
+
+
+def _release_sources(worker: Worker) -> None:
+    """Ends the offers that `READERS` read from."""
+
+    def left() -> list[Ticket]:
+        worker.events()
+        return [ticket for ticket in worker.offers.tickets() if ticket.request_id in ("t", "u")]
+
+    for ticket in left():
+        worker.release(ticket)
+    eventually(lambda: not left())
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_an_iterator_is_read_once_and_whole(worker: Worker, reader: Callable[[Worker, Any], object]) -> None:
+    """A second look at an iterator with a bad element would see only what follows it."""
+    blocks = worker.pool.numpy().reshape(2, NUM_BLOCKS, -1)
+    blocks[:] = np.arange(NUM_BLOCKS)[None, :, None] % 251
+    soft = worker.offer_soft("soft", [30, 31, 32])
+    reader(worker, iter([1, 2, 3]))
+    _release_sources(worker)
+    before = blocks.copy()
+    for bad in (None, True, 2.0, -1, 2**32, "3"):
+        with pytest.raises(ConfigError, match="at index 2"):
+            reader(worker, iter([30, 31, bad, 32]))
+        _release_sources(worker)
+
+    def broken() -> Iterator[int]:
+        yield 30
+        raise RuntimeError("the engine's own")
+
+    with pytest.raises(RuntimeError, match="the engine's own"):
+        reader(worker, broken())
+    assert np.array_equal(blocks, before)
+    assert worker.pull(soft, [50, 51, 52]).wait(), "nothing was revoked"
 
 
 def test_offer_and_pull_take_the_same_ids(worker: Worker) -> None:
