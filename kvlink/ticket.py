@@ -10,7 +10,7 @@ It travels in the router's message (as text) or through the coordinator (as byte
         [u32 num_digests | u8 bytes of each]]]
         (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce, 1 for a shared seat) | request_id | worker_id | agent
-    num_blocks x u32 | [num_groups x u32 blocks of each cache group, if there are several] | [digests]
+    num_blocks x u32 | [num_groups x (u32 blocks, u32 tokens) of each cache group, if there are several] | [digests]
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kvlink.types import PROTOCOL_VERSION, ReadyUnit
 _PREFIX = struct.Struct("<4sHHI")
 _HEADER = struct.Struct("<QIIIBBHHHHHIH")
 _SEAT = struct.Struct("<IQQ")
+_GROUP = struct.Struct("<II")
 _MAGIC, _UNSIGNED = b"KVT1", b""
 
 MAX_BLOCKS = 1 << 20
@@ -50,7 +51,7 @@ SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
 MAX_TICKET_BYTES = (
-    _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 4 * MAX_GROUPS
+    _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 8 * MAX_GROUPS
     + MAX_DIGEST_BYTES
 )  # fmt: skip
 
@@ -111,6 +112,11 @@ class Ticket:
     """Covers every field except `trace`. See `kvlink.control.security.tickets`."""
     group_sizes: tuple[int, ...] = ()
     """The number of block ids of each cache group. Empty if there is only one group."""
+    group_tokens: tuple[int, ...] = ()
+    """The number of tokens that each cache group keeps, at most `num_tokens`. Empty if there is only one group.
+
+    A group of states counts as one that keeps all tokens.
+    """
     trace: TraceParent | None = None
     """The span that created the ticket. It is not signed, because older peers would reject a signature over it."""
     digests: PrefixDigests | None = None
@@ -151,6 +157,10 @@ class Ticket:
         ends = [*itertools.accumulate(self.group_sizes)]
         return [self.block_ids[end - size : end] for end, size in zip(ends, self.group_sizes, strict=True)]
 
+    def tokens_of_groups(self) -> tuple[int, ...]:
+        """Returns the number of tokens that each cache group keeps."""
+        return self.group_tokens or (self.num_tokens,)
+
     def to_bytes(self) -> bytes:
         """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
         header, rest = self._parts()
@@ -172,8 +182,11 @@ class Ticket:
             raise ConfigError(f"request and worker ids must have 1 to {MAX_NAME_BYTES} bytes: {self!r}")
         if not 1 <= len(self.seats) <= 255 or len(self.block_ids) > MAX_BLOCKS:
             raise ConfigError(f"a ticket has 1 to 255 seats and at most {MAX_BLOCKS} blocks: {self!r}")
-        if self.group_sizes and not _fit(self.group_sizes, len(self.block_ids)):
-            raise ConfigError(f"the sizes of 2 to {MAX_GROUPS} groups must add up to the blocks: {self!r}")
+        if not _fit(self.group_sizes, self.group_tokens, len(self.block_ids), self.num_tokens):
+            raise ConfigError(
+                f"a ticket has 2 to {MAX_GROUPS} groups or none, whose sizes add up to its blocks, and which keep at "
+                f"most its tokens: {self!r}"
+            )
         if len(self.signature) not in (0, SIGNATURE_BYTES):
             raise ConfigError(f"a signature has {SIGNATURE_BYTES} bytes: {self!r}")
         header = _HEADER.pack(
@@ -182,9 +195,11 @@ class Ticket:
             max(len(self.group_sizes), 1),
         )  # fmt: skip
         seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
-        sizes = struct.pack(f"<{len(self.group_sizes)}I", *self.group_sizes)
+        groups = b"".join(
+            itertools.starmap(_GROUP.pack, zip(self.group_sizes, self.group_tokens, strict=True))
+        )
         digests = b"" if self.digests is None else self.digests.checked(self.num_tokens).data
-        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + sizes + digests
+        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + groups + digests
 
     def to_text(self) -> str:
         """Returns a form of `to_bytes` that is safe in URLs and JSON."""
@@ -219,8 +234,12 @@ class Ticket:
         return cls.from_bytes(blob)
 
 
-def _fit(group_sizes: Sequence[int], num_blocks: int) -> bool:
-    return 2 <= len(group_sizes) <= MAX_GROUPS and min(group_sizes) >= 0 and sum(group_sizes) == num_blocks
+def _fit(sizes: Sequence[int], tokens: Sequence[int], num_blocks: int, num_tokens: int) -> bool:
+    """Returns whether these can be the numbers of blocks and tokens of the groups of a ticket."""
+    if not sizes and not tokens:
+        return True
+    counts_fit = 2 <= len(sizes) == len(tokens) <= MAX_GROUPS
+    return counts_fit and min(*sizes, *tokens) >= 0 and sum(sizes) == num_blocks and max(tokens) <= num_tokens
 
 
 def _little_endian(ids: array[int]) -> array[int]:
@@ -255,7 +274,7 @@ def _parse(blob: bytes) -> Ticket:
     seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
     at += num_seats * _SEAT.size
     listed = num_groups if num_groups > 1 else 0
-    end = at + sum(name_bytes) + 4 * (num_blocks + listed)
+    end = at + sum(name_bytes) + 4 * num_blocks + _GROUP.size * listed
     if len(body) < end:
         raise ValueError("the length differs from the header")
     digests = PrefixDigests.parse(body[_TRACED_BYTES:header_bytes], body[end:], num_tokens)
@@ -263,24 +282,27 @@ def _parse(blob: bytes) -> Ticket:
     for size in name_bytes:
         names.append(bytes(body[at : at + size]).decode())
         at += size
-    block_ids, group_sizes = _blocks(body[at:], num_blocks, listed)
+    block_ids, group_sizes, group_tokens = _blocks(body[at:], num_blocks, listed, num_tokens)
     signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
-        signature=signature, group_sizes=group_sizes, trace=trace, digests=digests,
+        signature=signature, group_sizes=group_sizes, group_tokens=group_tokens, trace=trace, digests=digests,
     )  # fmt: skip
 
 
-def _blocks(body: memoryview, num_blocks: int, num_groups: int) -> tuple[array[int], tuple[int, ...]]:
-    """Returns the block ids, and the sizes of `num_groups` groups."""
+def _blocks(
+    body: memoryview, num_blocks: int, num_groups: int, num_tokens: int
+) -> tuple[array[int], tuple[int, ...], tuple[int, ...]]:
+    """Returns the block ids, and the numbers of blocks and of tokens of each of `num_groups` groups."""
     block_ids = array("I")
     block_ids.frombytes(body[: 4 * num_blocks])
-    group_sizes = struct.unpack_from(f"<{num_groups}I", body, 4 * num_blocks)
-    if num_groups and not _fit(group_sizes, num_blocks):
-        raise ValueError("the sizes of the groups do not add up to the blocks")
-    return block_ids, group_sizes
+    numbers = struct.unpack_from(f"<{2 * num_groups}I", body, 4 * num_blocks)
+    sizes, tokens = numbers[::2], numbers[1::2]
+    if not _fit(sizes, tokens, num_blocks, num_tokens):
+        raise ValueError("the groups do not add up to the blocks, or keep more tokens than there are")
+    return block_ids, sizes, tokens
 
 
 def _extension(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvlink.layout import KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Increased when the meaning of a card, a ticket or a slot changes. Peers compare it before anything else."""
 
 

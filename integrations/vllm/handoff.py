@@ -97,22 +97,32 @@ class Handoff:
         ]
         alone, num_tokens = len(lists) == 1, max(*tokens, 1)
         blocks = lists[0] if alone else joined(lists)
-        sizes = () if alone else tuple(map(len, lists))
+        kept = [
+            held if group.block_tokens else num_tokens
+            for held, group in zip(tokens, caches, strict=True)
+            for _ in range(group.num_layouts)
+        ]
+        groups = ((), ()) if alone else (tuple(map(len, lists)), tuple(kept))
         return [
-            self._ticket(rank, blocks, sizes, num_tokens, written=written) for rank in range(len(self.owners))
+            self._ticket(rank, blocks, groups, num_tokens, written=written)
+            for rank in range(len(self.owners))
         ]
 
     def _ticket(
         self,
         rank: int,
         blocks: array[int],
-        group_sizes: tuple[int, ...],
+        groups: tuple[tuple[int, ...], tuple[int, ...]],
         num_tokens: int,
         *,
         written: bool = True,
     ) -> Ticket:
-        """Returns the ticket of one owner. Several groups are followed by tokens, one by blocks."""
+        """Returns the ticket of one owner. Several groups are followed by tokens, one by blocks.
+
+        `groups` are the numbers of blocks and of tokens of each group, empty for one group.
+        """
         owner = self.owners[rank]
+        group_sizes, group_tokens = groups
         units = num_tokens if group_sizes else len(blocks)
         ticket = Ticket(
             request_id=self.request_id,
@@ -125,6 +135,7 @@ class Handoff:
             ready=units if written else 0,
             ready_unit=ReadyUnit.TOKENS if group_sizes else ReadyUnit.BLOCKS,
             group_sizes=group_sizes,
+            group_tokens=group_tokens,
             rank=rank,
             num_ranks=len(self.owners),
             ttl_s=self.ttl_s,
@@ -138,7 +149,7 @@ class Handoff:
         """Returns the value of KEY in `kv_transfer_params`."""
         return signed(
             {
-                "ticket": self._ticket(0, self.groups[0], (), self.num_tokens).to_text(),
+                "ticket": self._ticket(0, self.groups[0], ((), ()), self.num_tokens).to_text(),
                 "block_tokens": ",".join(map(str, self.block_tokens)),
                 "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
                 "groups": [_text_of(blocks) for blocks in self.groups[1:]],

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
+from kvlink.ticket import Ticket
 from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer
 
 GroupIds = BlockIds | Sequence[BlockIds]
@@ -21,7 +22,10 @@ NumTokens = int | Sequence[int]
 
 TokenRange = tuple[int, int]
 TokenRanges = TokenRange | Sequence[TokenRange]
-"""A half-open range of tokens, or one for each cache group. The range of a group of states counts states."""
+"""A half-open range of the request's tokens, or one for each cache group.
+
+The range of one group counts what that group keeps: its own tokens from 0 on, or its states.
+"""
 
 
 def reader_of_ids(groups: Sequence[KVLayout]) -> Callable[[Any], Any]:
@@ -69,31 +73,40 @@ def each_range(tokens: TokenRanges) -> list[TokenRange]:
 
 
 def ranges_of(
-    tokens: TokenRanges | None, layouts: Sequence[KVLayout], theirs: Sequence[array[int]], num_tokens: int
+    tokens: TokenRanges | None, layouts: Sequence[KVLayout], ticket: Ticket, theirs: Sequence[array[int]]
 ) -> list[TokenRange]:
-    """Returns the range of each group. One range, or none, leaves all states to be read.
+    """Returns the range of each group, within what it keeps.
 
-    `theirs` are the block ids of the ticket. Raises ConfigError for ranges beyond the ticket.
+    One range, or none, reads states whole, and so a group that keeps fewer tokens than the request has: which tokens
+    these are, only its engine knows. `theirs` are the block ids of the ticket by group. Raises ConfigError for ranges
+    beyond the ticket.
     """
+    kept = ticket.tokens_of_groups()
     limits = [
-        len(ids) if layout.is_state else num_tokens for layout, ids in zip(layouts, theirs, strict=True)
+        len(ids) if layout.is_state else held for layout, ids, held in zip(layouts, theirs, kept, strict=True)
     ]
     if tokens is None:
         return [(0, limit) for limit in limits]
     ranges = each_range(tokens)
     if is_one_range(tokens):
-        [one] = ranges
-        ranges = [
-            (0, limit) if layout.is_state else one for layout, limit in zip(layouts, limits, strict=True)
+        one = _within(ranges[0], ticket.num_tokens, "tokens")
+        return [
+            (0, limit) if layout.is_state or held < ticket.num_tokens else one
+            for layout, limit, held in zip(layouts, limits, kept, strict=True)
         ]
     if len(ranges) != len(layouts):
         raise ConfigError(f"tokens has {len(ranges)} ranges, and the pool {len(layouts)} cache groups")
-    for group, ((first, end), limit) in enumerate(zip(ranges, limits, strict=True)):
-        if not 0 <= first <= end <= limit:
-            raise ConfigError(
-                f"tokens of cache group {group}: {first} to {end} is no range within 0 to {limit}"
-            )
-    return ranges
+    return [
+        _within(each, limit, f"tokens of cache group {group}")
+        for group, (each, limit) in enumerate(zip(ranges, limits, strict=True))
+    ]
+
+
+def _within(asked: TokenRange, limit: int, what: str) -> TokenRange:
+    """Returns the same range. Raises ConfigError unless it is within 0 to `limit`."""
+    if not 0 <= asked[0] <= asked[1] <= limit:
+        raise ConfigError(f"{what}: {asked[0]} to {asked[1]} is no range within 0 to {limit}")
+    return asked
 
 
 def _buffer(given: Any) -> Any:

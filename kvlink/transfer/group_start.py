@@ -30,7 +30,7 @@ def start_groups(
 
     into: a buffer of block ids, or with several groups one for each. `seat`: slot, nonce, and value to settle or 0.
     """
-    layouts, theirs = peer.card.layouts, ticket.groups()
+    layouts, theirs, kept = peer.card.layouts, ticket.groups(), ticket.tokens_of_groups()
     ours = [into] if len(layouts) == 1 else into
     what = f"request {ticket.request_id}"
     if len(theirs) != len(layouts):
@@ -41,7 +41,7 @@ def start_groups(
                 f"{what}: `layers` selects layers of one cache group, and there are {len(layouts)}"
             )
         layers = layers_read(layers, peer, ticket)
-    ranges = ranges_of(tokens, layouts, theirs, ticket.num_tokens)
+    ranges = ranges_of(tokens, layouts, ticket, theirs)
     reads = []
     for index, (planner, layout) in enumerate(zip(peer.planners, layouts, strict=True)):
         if planner is None:
@@ -50,9 +50,9 @@ def start_groups(
             raise ConfigError(
                 f"{what}: cache group {index} has {len(theirs[index])} states there, and {len(ours[index])} here"
             )
-        reads.append(
-            (planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, layout.is_state)
-        )
+        # How far a group with fewer tokens is written, the count of the request's tokens does not say.
+        at_end = layout.is_state or kept[index] < ticket.num_tokens
+        reads.append((planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, at_end))
     reads = [read for read in reads if read[3][0] < read[3][1]] or [(*reads[0][:3], (0, 0), *reads[0][4:])]
     units = ticket.num_tokens if ticket.ready_unit is ReadyUnit.TOKENS else len(ticket.block_ids)
     stream = 0 if ticket.ready >= units else STREAM_UNITS[ticket.ready_unit]

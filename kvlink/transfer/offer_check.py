@@ -19,6 +19,7 @@ class OfferedBlocks(NamedTuple):
 
     ids: array[int]
     group_sizes: tuple[int, ...]
+    group_tokens: tuple[int, ...]
     num_tokens: int
     unit: ReadyUnit
     written: int
@@ -46,13 +47,14 @@ def checked_offer(
     if not 0 < tokens < 2**32:
         raise ConfigError(f"offer {request_id}: num_tokens must be in 1 to 2^32 - 1, not {tokens}")
     if len(groups) == 1:
-        return _offered(request_id, by_group[0], (), tokens, ready, unit, groups[0].num_layers)
+        return _offered(request_id, by_group[0], (), (), tokens, ready, unit, groups[0].num_layers)
     if unit is not ReadyUnit.TOKENS and ready is not None:
         raise ConfigError(
             f"offer {request_id}: readers follow several cache groups by tokens only; pass ready_unit=TOKENS"
         )
     sizes, ids = tuple(map(len, by_group)), joined(by_group)
-    return _offered(request_id, ids, sizes, tokens, ready, ReadyUnit.TOKENS, 0)
+    kept = tuple(tokens if group.is_state else held for group, held in zip(groups, each, strict=True))
+    return _offered(request_id, ids, sizes, kept, tokens, ready, ReadyUnit.TOKENS, 0)
 
 
 def checked_soft_offer(
@@ -67,11 +69,8 @@ def checked_soft_offer(
             f"offer {request_id}: a pool with states has no soft offers, because each step overwrites its states"
         )
     blocks = checked_offer(request_id, block_ids, groups, num_tokens, None, ReadyUnit.BLOCKS)
-    sizes, each = [len(blocks.ids)], [blocks.num_tokens]
-    if len(groups) > 1:
-        sizes = [*blocks.group_sizes]
-        each = [*_tokens_of_groups(request_id, arrays_of(block_ids, groups, request_id), groups, num_tokens)]
-    for size, group, held in zip(sizes, groups, each, strict=True):
+    sizes, kept = blocks.group_sizes or (len(blocks.ids),), blocks.group_tokens or (blocks.num_tokens,)
+    for size, group, held in zip(sizes, groups, kept, strict=True):
         if group.context.num_before(held) != size * group.block_tokens:
             raise ConfigError(
                 f"offer {request_id}: {held} tokens do not fill {size} blocks of {group.block_tokens}, and a soft "
@@ -122,6 +121,7 @@ def _offered(
     request_id: str,
     ids: array[int],
     group_sizes: tuple[int, ...],
+    group_tokens: tuple[int, ...],
     tokens: int,
     ready: int | None,
     unit: ReadyUnit,
@@ -131,4 +131,4 @@ def _offered(
     written = units if ready is None else ready
     if not 0 <= written <= units:
         raise ConfigError(f"offer {request_id}: ready={ready} must be in 0 to {units} {unit.name.lower()}")
-    return OfferedBlocks(ids, group_sizes, tokens, unit, written)
+    return OfferedBlocks(ids, group_sizes, group_tokens, tokens, unit, written)

@@ -100,6 +100,7 @@ class Offers:
             num_ranks=self._num_ranks,
             ttl_s=ttl_s,
             group_sizes=blocks.group_sizes,
+            group_tokens=blocks.group_tokens,
             trace=TraceParent.parse(trace) if trace else None,
         )
         try:

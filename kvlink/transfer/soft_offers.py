@@ -51,6 +51,7 @@ def offer_soft(
         num_ranks=num_ranks,
         ttl_s=ttl_s or 0.0,
         group_sizes=blocks.group_sizes,
+        group_tokens=blocks.group_tokens,
         trace=TraceParent.parse(trace) if trace else None,
         digests=prefixes,
     )

@@ -133,7 +133,7 @@ class Worker(Relays):
 
         block_ids: integers that cover tokens 0…num_tokens in order; with several cache groups, a list of those of each.
             Do not write these blocks before the offer's event.
-        num_tokens: by default as many as fit; the last block may be partial. Or a list, with a number for each group.
+        num_tokens: by default as many as fit; the last block may be partial. Or a list, with what each group keeps.
         ttl_s: seconds after which an unsettled offer ends; by default KVLINK_LEASE_S.
         readers: the number of seats; `layout.num_seats` says how many readers of another TP degree need.
         ready: units that are written already, by default all. With fewer, readers stream, see `set_ready`.
@@ -191,7 +191,8 @@ class Worker(Relays):
         ticket: a Ticket or its text, a list with one of each owner rank, or a request id.
         request_id: a request id to claim at the coordinator, instead of `ticket`.
         into: block ids in the forms that `offer` accepts; array("I") or contiguous numpy uint32 is fastest.
-        tokens, layers: half-open ranges to read. `tokens` may be a list with one for each cache group.
+        tokens, layers: half-open ranges to read. A range counts the request's tokens, and groups that keep fewer are read
+            whole, when all is written. A list has a range for each cache group, which counts what the group keeps.
         settle: settle the offer at the owner at once after all bytes are valid.
         after: as for `offer`: a step that still uses the blocks of `into`. Nothing is written before it has ended.
         partial: read from some of the owner ranks only. By default tickets of all that this rank reads from are needed.

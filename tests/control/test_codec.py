@@ -136,7 +136,7 @@ def test_a_card_of_another_protocol_version_says_what_to_do() -> None:
     blob = CARD.encode(dataclasses.replace(make_card(), protocol_version=9))
     with pytest.raises(
         ConfigError,
-        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 4; run releases",
+        match=r"worker 'prefill' speaks protocol version 9 and this process speaks 5; run releases",
     ):
         CARD.decode(blob)
 

@@ -31,7 +31,8 @@ def grouped(ticket: Ticket, cuts: tuple[int, ...]) -> Ticket:
     """The ticket with its blocks in several cache groups, cut anywhere."""
     ends = sorted(min(cut, len(ticket.block_ids)) for cut in cuts)
     sizes = [end - begin for begin, end in zip([0, *ends], [*ends, len(ticket.block_ids)], strict=True)]
-    return dataclasses.replace(ticket, group_sizes=tuple(sizes))
+    kept = tuple(min(ticket.num_tokens, cut) for cut in (*cuts, ticket.num_tokens))
+    return dataclasses.replace(ticket, group_sizes=tuple(sizes), group_tokens=kept)
 
 
 @given(tickets, st.lists(st.integers(0, 64), min_size=1, max_size=5).map(tuple))
@@ -45,16 +46,24 @@ def test_the_lists_of_cache_groups_come_back(ticket: Ticket, cuts: tuple[int, ..
 
 @pytest.mark.parametrize("sizes", [(40,), (20, 19), (39, 2), (0,) * 257])
 def test_sizes_of_groups_that_do_not_add_up_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="must add up"):
-        dataclasses.replace(TICKET, group_sizes=sizes).to_bytes()
+    with pytest.raises(ConfigError, match="whose sizes add up"):
+        dataclasses.replace(TICKET, group_sizes=sizes, group_tokens=(1,) * len(sizes)).to_bytes()
+
+
+@pytest.mark.parametrize("kept", [(), (640,), (640, 641), (640, 640, 1)])
+def test_groups_keep_at_most_the_tokens_of_the_request(kept: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="keep at most its tokens"):
+        dataclasses.replace(TICKET, group_sizes=(30, 10), group_tokens=kept).to_bytes()
 
 
 def test_forged_sizes_of_groups_are_refused() -> None:
-    blob = bytearray(dataclasses.replace(TICKET, group_sizes=(30, 10)).to_bytes())
-    blob[-4:] = (11).to_bytes(4, "little")
-    blob[8:12] = zlib.crc32(blob[12:]).to_bytes(4, "little")
-    with pytest.raises(ConfigError, match="do not add up to the blocks"):
-        Ticket.from_bytes(bytes(blob))
+    honest = dataclasses.replace(TICKET, group_sizes=(30, 10), group_tokens=(640, 160)).to_bytes()
+    for at, forged in ((-8, 11), (-4, 641)):  # the last group's blocks, and its tokens
+        blob = bytearray(honest)
+        blob[at : at + 4 or None] = forged.to_bytes(4, "little")
+        blob[8:12] = zlib.crc32(blob[12:]).to_bytes(4, "little")
+        with pytest.raises(ConfigError, match="do not add up to the blocks, or keep more tokens"):
+            Ticket.from_bytes(bytes(blob))
 
 
 @given(tickets)
@@ -153,7 +162,7 @@ def test_a_longer_header_of_a_newer_minor_version_is_skipped() -> None:
 def test_another_protocol_version_says_both_numbers() -> None:
     blob = bytearray(TICKET.to_bytes())
     blob[6] = 9
-    with pytest.raises(ConfigError, match="version 9, this process speaks 4"):
+    with pytest.raises(ConfigError, match="version 9, this process speaks 5"):
         Ticket.from_bytes(bytes(blob))
 
 

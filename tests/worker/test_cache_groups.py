@@ -6,18 +6,20 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from transports.mixed_pools import MixedSpec, whole, whole_model, write
+from waiting import eventually
 
 from kvlink import LeaseEnd, ReadyUnit, Ticket, Worker, WorkerConfig
 from kvlink.errors import ConfigError, LayoutMismatch, TransferTimeout
 from kvlink.layout import dense, num_seats
 from kvlink.layout.geometry import Geometry, Order
+from kvlink.transfer.group_ids import TokenRanges
 from kvlink.transfer.pool import BlockPool
 
 _TOKENS = 11
@@ -125,7 +127,7 @@ def test_a_group_may_keep_fewer_tokens_than_others(workers: ExitStack) -> None:
     view = owner.pool.numpy()
     view[:] = np.random.default_rng(1).integers(0, 256, view.size, np.uint8)
     ticket = Ticket.from_text(owner.offer("r", [[3, 5, 4], [20, 30]], num_tokens=[11, 6]).to_text())
-    assert (ticket.num_tokens, ticket.group_sizes) == (11, (3, 2))
+    assert (ticket.num_tokens, ticket.group_sizes, ticket.group_tokens) == (11, (3, 2), (11, 6))
     wanted = reader.pool.numpy().copy()
     blocks = {layout: view[: 48 * layout.block_bytes].reshape(-1, layout.block_bytes) for layout in layouts}
     for layout, pairs in zip(layouts, ([(3, 1), (5, 2), (4, 3)], [(20, 40), (30, 41)]), strict=True):
@@ -142,6 +144,53 @@ def test_a_group_may_keep_fewer_tokens_than_others(workers: ExitStack) -> None:
         owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=11)
     with pytest.raises(ConfigError, match="num_tokens has 1 numbers, and the pool 2 cache groups"):
         owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=[11])
+
+
+@pytest.fixture
+def windowed(workers: ExitStack) -> tuple[Worker, Worker]:
+    """Workers of two groups with one row of 8 bytes for each token, in blocks of four, which lie upon each other."""
+    layouts = [dense(Geometry(1, 1, 8, 24, block_tokens=4, planes_per_layer=1), Order.NHD)] * 2
+    owner, reader = (
+        _worker(workers, BlockPool.allocate(layouts, huge_pages=False), name) for name in ("p", "d")
+    )
+    owner.pool.numpy()[:] = np.repeat(np.arange(1, len(owner.pool.numpy()) // 8 + 1), 8)
+    reader.pool.numpy()[:] = 0
+    return owner, reader
+
+
+def _rows(worker: Worker, blocks: Sequence[int]) -> list[int]:
+    rows = worker.pool.numpy().reshape(24, 4, 8)[list(blocks), :, 0]
+    return [int(row) for row in rows.flat]
+
+
+@pytest.mark.parametrize("tokens", [None, (0, 11), (5, 11), [(0, 11), (0, 6)]])
+def test_a_stream_reads_a_group_with_fewer_tokens_at_the_end(
+    windowed: tuple[Worker, Worker], tokens: TokenRanges | None
+) -> None:
+    """Its rows hold the last tokens, so they are not written when as many tokens of the request are."""
+    owner, reader = windowed
+    ticket = owner.offer("r", [[3, 5, 4], [20, 21]], num_tokens=[11, 6], ready=0, ready_unit=ReadyUnit.TOKENS)
+    pull = reader.pull(ticket, [[1, 2, 3], [8, 9]], tokens=tokens)
+    owner.set_ready("r", 10)
+    arrived = _rows(owner, [3, 5, 4])[:8]
+    first = 5 if tokens == (5, 11) else 0
+    eventually(lambda: _rows(reader, [1, 2, 3])[first:8] == arrived[first:])
+    assert _rows(reader, [8, 9]) == [0] * 8
+    owner.set_ready("r", 11)
+    pull.wait(20)
+    assert _rows(reader, [8, 9]) == [*_rows(owner, [20, 21])[:6], 0, 0]
+
+
+@pytest.mark.parametrize("tokens", [None, (0, 11), (3, 11)])
+def test_rows_that_were_not_offered_are_not_read(
+    windowed: tuple[Worker, Worker], tokens: TokenRanges | None
+) -> None:
+    owner, reader = windowed
+    ticket = owner.offer("r", [[3, 5, 4], [20, 21, 22]], num_tokens=[11, 9])
+    reader.pull(ticket, [[1, 2, 3], [8, 9, 10]], tokens=tokens).wait(20)
+    assert _rows(reader, [8, 9, 10]) == [*_rows(owner, [20, 21, 22])[:9], 0, 0, 0]
+    with pytest.raises(ConfigError, match="tokens of cache group 1: 0 to 10 is no range within 0 to 9"):
+        reader.pull(ticket, [[1, 2, 3], [8, 9, 10]], tokens=[(0, 11), (0, 10)]).wait(20)
 
 
 def test_readers_follow_tokens_and_read_states_at_the_end(workers: ExitStack) -> None:

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 5
 SLOT_BYTES = 64
 NONCE, READY = 0, 8
 """Offsets in a slot."""
