@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -179,24 +179,62 @@ def test_every_source_names_its_licence() -> None:
     assert not without
 
 
-@pytest.mark.parametrize(("suffixes", "most"), [((".py",), 300), ((".h", ".cc"), 400)])
-def test_no_file_is_longer_than_one_can_take_in(suffixes: tuple[str, ...], most: int) -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(*suffixes)}
-    is_exempt = "tests/cpp/"  # a suite of one class stays in one file
-    assert not {
-        name: lines for name, lines in lengths.items() if lines > most and not name.startswith(is_exempt)
-    }
+_MOST_LINES = 60
+_LISTS = re.compile(r"\b(register_\w+|fill_api)\(")
+"""Functions that are a list of what they register."""
+_NOISE = re.compile(r"^ *#.*|//.*|/\*(?:.|\n)*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.MULTILINE)
+_NO_FUNCTION = re.compile(r"\b(namespace|class|struct|enum|union)\b|=\s*$")
 
 
-def test_no_function_is_longer_than_a_screen() -> None:
-    too_long = []
-    for path in sources(".py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-                if (lines := (node.end_lineno or 0) - first.lineno + 1) > 40:
-                    too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {lines} lines")
-    assert not too_long
+def cpp_functions(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yields the first line, the number of lines of the body, and the head of each outermost function."""
+    plain = _NOISE.sub(lambda noise: "\n" * noise[0].count("\n"), text)
+    opened: list[bool] = []
+    begun, since, line = (0, ""), 0, 1
+    for at in (match.start() for match in re.finditer(r"[{};]", plain)):
+        line += plain.count("\n", since, at)
+        if plain[at] == "{":
+            head = plain[since:at]
+            begins = not any(opened) and ")" in head and not _NO_FUNCTION.search(head)
+            opened.append(begins)
+            begun = (line, " ".join(head.split())) if begins else begun
+        elif plain[at] == "}" and opened.pop():
+            yield begun[0], line - begun[0] - 1, begun[1]
+        since = at + 1
+
+
+def python_functions(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yields the same of each Python function. The signature and the docstring do not count."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            yield node.lineno, (node.end_lineno or 0) - first.lineno + 1, node.name
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "functions"),
+    [((".py",), python_functions), ((".h", ".cc"), cpp_functions)],
+    ids=["Python", "C++"],
+)
+def test_no_function_is_longer_than_a_screen(
+    suffixes: tuple[str, ...], functions: Callable[[str], Iterator[tuple[int, int, str]]]
+) -> None:
+    assert not [
+        f"{path.relative_to(ROOT)}:{line} {name[-80:]} has {lines} lines"
+        for path in sources(*suffixes)
+        for line, lines, name in functions(path.read_text())
+        if lines > _MOST_LINES and not _LISTS.search(name)
+    ]
+
+
+def test_the_lines_of_functions_are_counted() -> None:
+    body = "".join(f"  a[{number}] = '}}';  // {{\n" for number in range(61))
+    text = f"namespace n {{\nstruct S {{\n  int b = 1;\n}};\nvoid f(int a) {{\n{body}}}\nint g() {{ return 1; }}\n}}\n"
+    assert [(line, lines) for line, lines, _ in cpp_functions(text)] == [(5, 61), (68, -1)]
+    [(_, lines, name)] = python_functions(
+        'def f(\n    a: int,\n) -> None:\n    """Doc."""\n    a += 1\n    a += 1\n'
+    )
+    assert (lines, name) == (2, "f")
 
 
 def test_no_generated_file_is_committed() -> None:

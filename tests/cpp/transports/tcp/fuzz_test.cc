@@ -160,15 +160,39 @@ TEST(TcpFuzz, ReaderSurvivesMutatedResponses) {
   EXPECT_GT(served, 10);
 }
 
+/// A read of the test below, and what its memory should have in the end.
+struct Expected {
+  Scatter scatter;
+  std::vector<std::byte> memory;  // with a gap behind every piece
+  std::string payload;
+  bool refused = false, forgotten = false;
+  std::vector<std::byte> when_forgotten;
+};
+
+void expect_landed(const std::map<uint64_t, Expected>& reads, const std::vector<Completion>& ended) {
+  size_t next = 0;
+  for (const auto& [token, read] : reads) {
+    if (read.forgotten) {
+      ASSERT_EQ(read.memory, read.when_forgotten);
+      continue;
+    }
+    ASSERT_LT(next, ended.size());
+    ASSERT_EQ(ended[next].token, token);
+    ASSERT_EQ(ended[next++].status.code(), read.refused ? Code::kAccessDenied : Code::kOk);
+    std::string landed;
+    std::vector<std::byte> outside = read.memory;
+    for (const Segment& piece : read.scatter.segments) {
+      landed.append(reinterpret_cast<const char*>(piece.local), piece.bytes);
+      std::fill_n(&outside[static_cast<size_t>(piece.local - read.memory.data())], piece.bytes, kPoison);
+    }
+    ASSERT_TRUE(read.refused || landed == read.payload);
+    ASSERT_EQ(std::count(outside.begin(), outside.end(), kPoison), 20'000);
+  }
+  ASSERT_EQ(next, ended.size());
+}
+
 /// Random streams, torn anywhere, with refusals and forgotten reads, against what should have landed.
 TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
-  struct Expected {
-    Scatter scatter;
-    std::vector<std::byte> memory;  // with a gap behind every piece
-    std::string payload;
-    bool refused = false, forgotten = false;
-    std::vector<std::byte> when_forgotten;
-  };
   Random random(24);
   for (int round = 0; round < 1000; ++round) {
     tcp::ResponseQueue landing("owner");
@@ -219,25 +243,8 @@ TEST(TcpFuzz, LandingPutsEveryByteInItsPlace) {
       ASSERT_TRUE(landing.landed(taken, ended).ok());
     }
     ASSERT_TRUE(landing.empty());
-    size_t next = 0;
-    for (const auto& [token, read] : reads) {
-      if (read.forgotten) {
-        ASSERT_EQ(read.memory, read.when_forgotten);
-        continue;
-      }
-      ASSERT_LT(next, ended.size());
-      ASSERT_EQ(ended[next].token, token);
-      ASSERT_EQ(ended[next++].status.code(), read.refused ? Code::kAccessDenied : Code::kOk);
-      std::string landed;
-      std::vector<std::byte> outside = read.memory;
-      for (const Segment& piece : read.scatter.segments) {
-        landed.append(reinterpret_cast<const char*>(piece.local), piece.bytes);
-        std::fill_n(&outside[static_cast<size_t>(piece.local - read.memory.data())], piece.bytes, kPoison);
-      }
-      ASSERT_TRUE(read.refused || landed == read.payload);
-      ASSERT_EQ(std::count(outside.begin(), outside.end(), kPoison), 20'000);
-    }
-    ASSERT_EQ(next, ended.size());
+    expect_landed(reads, ended);
+    if (::testing::Test::HasFatalFailure()) return;
   }
 }
 
