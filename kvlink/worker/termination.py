@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Termination:
-    """Notes the first SIGTERM while its `with` block runs. A second one ends the process at once.
+    """Notes the first SIGTERM while its `with` block runs. A second one ends the process at once::
 
         with kvlink.Worker(pool, "prefill-0") as worker, kvlink.Termination() as ending:
             while not ending.wait(0.1):
@@ -41,7 +41,9 @@ class Termination:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for SIGTERM, at most `timeout_s` seconds. Returns whether it has arrived."""
         if not self.asked:
-            select.select([self._awake], [], [], timeout_s)
+            poll = select.poll()  # select() refuses descriptors above 1,023, which a busy server has
+            poll.register(self._awake, select.POLLIN)
+            poll.poll(None if timeout_s is None else timeout_s * 1000)
         return self.asked
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -191,8 +191,8 @@ class Worker(Relays):
         ticket: a Ticket or its text, a list with one of each owner rank, or a request id.
         request_id: a request id to claim at the coordinator, instead of `ticket`.
         into: block ids in the forms that `offer` accepts; array("I") or contiguous numpy uint32 is fastest.
-        tokens, layers: half-open ranges to read. A range counts the request's tokens, and groups that keep fewer are read
-            whole, when all is written. A list has a range for each cache group, which counts what the group keeps.
+        tokens, layers: half-open ranges to read. One range counts the request's tokens; groups that keep fewer are then
+            read whole. A list has a range for each cache group, which counts what the group keeps.
         settle: settle the offer at the owner at once after all bytes are valid.
         after: as for `offer`: a step that still uses the blocks of `into`. Nothing is written before it has ended.
         partial: read from some of the owner ranks only. By default tickets of all that this rank reads from are needed.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from scikit_build_core.build import build_sdist
+from scikit_build_core.build import build_sdist, prepare_metadata_for_build_wheel
 
 import kvlink
 from kvlink.doctor import extras
@@ -257,6 +258,25 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_of(
     assert not [
         name for name in held if name.endswith((".so", ".pyc")) or name.startswith(("build/", ".venv/"))
     ]
+
+
+def test_the_image_copies_all_that_a_wheel_is_built_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build needs a container engine; what it copies from the repository, and the metadata of it, does not."""
+    steps = (ROOT / "integrations/deploy/image/Containerfile").read_text()
+    copied = [step.split() for step in re.findall(r"^COPY (?!--)(.*)$", steps, re.MULTILINE)]
+    for *given, into in copied:
+        for name in given:
+            place = tmp_path / into / name if into == "./" else tmp_path / into
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                shutil.copy(ROOT / name, place)
+    assert {name for *given, _ in copied for name in given} >= set(BUILT_OF)
+    monkeypatch.chdir(tmp_path)
+    prepare_metadata_for_build_wheel("metadata")
+    assert list(tmp_path.glob("metadata/*/METADATA"))
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
