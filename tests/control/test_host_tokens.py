@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,15 +14,25 @@ import pytest
 from control.cards import make_card, make_offer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transports.pools import wide
+from waiting import until
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, WorkerAgent
 from kvlink.control.codec import AgentCalls, CoordinatorCalls, Method
-from kvlink.control.security.host_tokens import HEADER, Prover, SharedToken, Verifier, host_tokens
-from kvlink.control.values import Claim
+from kvlink.control.security.host_tokens import (
+    HEADER,
+    Metadata,
+    Prover,
+    SharedToken,
+    Verdict,
+    Verifier,
+    host_tokens,
+)
+from kvlink.control.session import Session, SessionState
+from kvlink.control.values import Claim, Membership
 from kvlink.coordinator import Coordinator
-from kvlink.errors import AccessDenied, ConfigError
+from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 
 HOW = "run both as one user, or set KVLINK_TOKEN_FILE of both to one file"
 
@@ -141,6 +152,69 @@ async def test_a_tool_may_send_the_token_itself(coordinator: Coordinator, tokens
             await ask(b"", metadata=(("authorization", "Bearer the token of thief"),))
 
 
+# Another user may take the port of a server that has ended, and answer whatever he likes.
+
+
+class Imposter(Security):
+    """Admits everybody, and has no token to prove."""
+
+    def verifier(self, host: str) -> Verifier | None:
+        return None
+
+
+@pytest.fixture
+async def imposter(
+    coordinator: Coordinator, tokens: Tokens
+) -> AsyncIterator[tuple[Coordinator, CoordinatorClient]]:
+    """A coordinator at the port of one that has ended, and a client of that one, which is connected."""
+    async with CoordinatorClient(coordinator.address, security=tokens.security("owner")) as client:
+        await client.join(make_card())
+        await coordinator.close()
+        taken = Coordinator(security=Imposter(token_file=tokens.file("thief")))
+        await taken.start(*split_address(coordinator.address))
+        async with CoordinatorClient(taken.address, security=Imposter(insecure=True)) as accomplice:
+            await accomplice.join(make_card("thief"))
+            await accomplice.offer(make_offer("r", worker_id="thief"))
+        yield taken, client
+        await taken.close()
+
+
+async def test_nothing_is_believed_of_who_took_the_port(
+    imposter: tuple[Coordinator, CoordinatorClient],
+) -> None:
+    _, client = imposter
+    for call in (
+        client.claim("r", 0.0),
+        client.join(make_card()),
+        client.worker("thief"),
+        client.offer(make_offer("r")),  # is answered by a refusal
+        client.handoffs().claim(Claim("r")),
+        anext(client.watch()),
+    ):
+        with pytest.raises(AccessDenied, match="did not prove that it knows the token of this process"):
+            await call
+
+
+async def test_a_member_stays_with_its_own_coordinator(
+    imposter: tuple[Coordinator, CoordinatorClient], tokens: Tokens
+) -> None:
+    """It joins no other one, and publishes no ticket there."""
+    taken, client = imposter
+    session = Session(client, make_card(), Membership(1, 60.0, 20.0), never)
+    try:
+        await until(lambda: session.state is SessionState.REJOINING)
+        with pytest.raises(AccessDenied, match="did not prove"):
+            await session._rejoin()
+        offering = asyncio.create_task(session.offer(make_offer("mine")))
+        async with CoordinatorClient(taken.address, security=Imposter(insecure=True)) as accomplice:
+            with pytest.raises(UnknownRequest):
+                await accomplice.claim("mine", 0.0)
+        offering.cancel()
+        assert session.state is SessionState.REJOINING
+    finally:
+        await session.close()
+
+
 # What is sent along is good for one port, and not for long.
 
 
@@ -161,25 +235,51 @@ def token(tokens: Tokens) -> SharedToken:
     return SharedToken(Path(tokens.file("owner")))
 
 
+def verdict(token: SharedToken, clock: Clock, sent: Sequence[tuple[str, str]], port: int = 7400) -> Verdict:
+    verifier = Verifier(token, clock)
+    verifier._port = port
+    return verifier.judge(sent)[0]
+
+
 def test_a_proof_is_good_for_its_port_alone(token: SharedToken, clock: Clock) -> None:
-    proof, verifier = Prover(token, 7400, clock)(), Verifier(token, clock)
-    assert verifier.admits(proof, 7400)
-    assert not verifier.admits(proof, 7401), "whoever was called there by mistake could use it here"
+    proof = Prover(token, 7400, clock)().sent
+    assert verdict(token, clock, proof) is Verdict.ADMITTED
+    assert verdict(token, clock, proof, 7401) is Verdict.REFUSED, "it could be used here if heard there"
+
+
+def test_a_proof_is_of_no_use_at_a_server_that_listened_later(token: SharedToken, clock: Clock) -> None:
+    """Another user may have had the port, and have heard it there."""
+    proof = Prover(token, 7400, clock)().sent
+    clock.now += 0.001
+    server = Verifier(token, clock)
+    server.listens(7400)
+    assert server.judge(proof)[0] is Verdict.TOO_EARLY
+    assert server.judge(Prover(token, 7400, clock)().sent)[0] is Verdict.ADMITTED
 
 
 @pytest.mark.parametrize(("passed_s", "good"), [(299, True), (301, False), (-299, True), (-301, False)])
 def test_a_proof_is_good_for_minutes(token: SharedToken, clock: Clock, passed_s: float, good: bool) -> None:
-    proof = Prover(token, 7400, clock)()
+    proof = Prover(token, 7400, clock)().sent
     clock.now += passed_s
-    assert Verifier(token, clock).admits(proof, 7400) is good
+    assert (verdict(token, clock, proof) is Verdict.ADMITTED) is good
 
 
-def test_a_client_proves_again_as_time_passes(token: SharedToken, clock: Clock) -> None:
-    prover = Prover(token, 7400, clock)
-    first = prover()
-    assert prover() is first
-    clock.now += 400
-    assert Verifier(token, clock).admits(prover(), 7400)
+def test_a_server_proves_itself_for_one_call(token: SharedToken, tokens: Tokens, clock: Clock) -> None:
+    prover, server, thief = (
+        Prover(token, 7400, clock),
+        Verifier(token, clock),
+        Verifier(SharedToken(Path(tokens.file("thief"))), clock),
+    )
+    server.listens(7400)
+    thief.listens(7400)
+    call, other = prover(), prover()
+    answer = server.judge(call.sent)[1]
+    assert call.is_proven(answer)
+    assert not other.is_proven(answer)
+    assert not call.is_proven(thief.judge(call.sent)[1])
+    assert not call.is_proven(call.sent)
+    assert not Metadata((), "").is_proven(()), "without a token no server can prove itself"
+    assert not Metadata((), "").is_proven((("kvlink-answer", ""),))
 
 
 def test_the_token_is_not_in_a_proof(token: SharedToken, clock: Clock) -> None:
@@ -190,8 +290,8 @@ def test_the_token_is_not_in_a_proof(token: SharedToken, clock: Clock) -> None:
     "sent", ["", ".", "5000", "5000.", "5000.00", "-1.00", "9" * 5000, "٥.00", "5000.\udcff", "x" * 60]
 )
 def test_what_is_no_proof_admits_nobody(token: SharedToken, clock: Clock, sent: str) -> None:
-    assert not Verifier(token, clock).admits(((HEADER, sent),), 7400)
-    assert not Verifier(token, clock).admits((("authorization", f"Bearer {sent}"),), 7400)
+    assert verdict(token, clock, ((HEADER, sent),)) is Verdict.REFUSED
+    assert verdict(token, clock, (("authorization", f"Bearer {sent}"),)) is Verdict.REFUSED
 
 
 # Files that KVLINK_TOKEN_FILE names.

@@ -156,8 +156,8 @@ class GrpcServer:
                 f"cannot listen on {address}:{port} ({error}). Check that no other server uses the port and that the "
                 "address belongs to this host"
             ) from None
-        if admission is not None:
-            admission.port = bound
+        if verifier is not None:
+            verifier.listens(bound)
         await self._server.start()
         await self.set_ready(True)
         return f"{address}:{bound}"

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authenticates callers without certificates: processes of this host that can read the same token.
+"""Authenticates both ends of a call without certificates: processes of this host that can read the same token.
 
-Callers do not send the token, because any user may listen on a free loopback port and be called by mistake. They send
-an HMAC of the port and the time under the token, which is valid for that port and for minutes. A tool without kvlink
-may send the token itself as a bearer token.
+Neither end sends the token, because any user may listen on a free loopback port. A caller sends an HMAC of the port and
+the time under the token. It is valid for that port, for minutes, and only at a server that listened before: what
+another user heard at the port of a server that was restarting cannot be shown to that server. The server answers each
+call with an HMAC of the caller's nonce, and callers believe nothing without it. A tool without kvlink may send the
+token itself as a bearer token.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import hmac
 import logging
 import os
+import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvlink.control.security import own_file
 from kvlink.control.security.tokens import TokenFile, bearer, token_file
@@ -26,10 +29,15 @@ from kvlink.errors import ConfigError
 _log = logging.getLogger("kvlink.control")
 
 HEADER = "kvlink-proof"
+NONCE = "kvlink-nonce"
+ANSWER = "kvlink-answer"
+"""The header of a server's own proof, in the initial metadata of its answer."""
 _GOOD_FOR_S = 300
 """This is longer than any call waits before it is checked."""
 _LOOK_EVERY_S = 1.0
 _MAX_PROOF = 128
+_NONCE_BYTES = 16
+_STAMPS_PER_S = 1_000_000
 _HOW = (
     "run both as one user, or set KVLINK_TOKEN_FILE of both to one file that only their users can read, or set "
     "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY (`kvlink certs` makes them for development)"
@@ -157,42 +165,81 @@ def _own(places: tuple[Path, ...], uid: int) -> OwnToken:
     return OwnToken(places, uid)
 
 
+class Metadata(NamedTuple):
+    """What a client sends with one call, and the answer by which the server proves itself."""
+
+    sent: tuple[tuple[str, str], ...]
+    answer: str
+    """"" if this process knows no token, so that no server can prove itself."""
+
+    def is_proven(self, initial: Iterable[tuple[str, Any]] | None) -> bool:
+        """Returns whether the initial metadata of an answer comes from a process that knows the token."""
+        given = str(dict(initial or ()).get(ANSWER, ""))
+        return bool(self.answer) and _same(given, self.answer)
+
+
 class Prover:
-    """Makes the proof that a client sends with each call to one address."""
+    """Makes the metadata of calls to one address."""
 
     def __init__(self, tokens: HostTokens, port: int, clock: Clock = time.monotonic) -> None:
         self._tokens = tokens
         self._port = port
         self._clock = clock
-        self._last: tuple[str, int] = ("", 0)
-        self._metadata: tuple[tuple[str, str], ...] = ()
 
-    def __call__(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata of a call, which is empty if this process knows no token."""
-        now = self._tokens.shown(), int(self._clock())
-        if now != self._last:
-            self._last = now
-            self._metadata = ((HEADER, _proof(now[0], self._port, now[1])),) if now[0] else ()
-        return self._metadata
+    def __call__(self) -> Metadata:
+        """Returns the metadata of one call. Without a token, nothing is sent."""
+        token = self._tokens.shown()
+        if not token:
+            return Metadata((), "")
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        proof = _proof(token, self._port, _stamp(self._clock))
+        return Metadata(((HEADER, proof), (NONCE, nonce)), _answer(token, self._port, nonce))
+
+
+class Verdict(Enum):
+    """Says what a server does with a call."""
+
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    TOO_EARLY = "made before this server listened"
+    """The proof is good, but another process may have heard it at this port. The caller makes another one."""
 
 
 class Verifier:
-    """Checks the proofs and tokens that a server receives."""
+    """Checks the proofs and tokens that a server receives, and makes the server's own.
 
-    def __init__(self, tokens: HostTokens, clock: Clock = time.monotonic) -> None:
+    With `admits_all` it only makes the server's proofs, for the callers that know the token.
+    """
+
+    def __init__(
+        self, tokens: HostTokens, clock: Clock = time.monotonic, *, admits_all: bool = False
+    ) -> None:
         self._tokens = tokens
         self._clock = clock
+        self._without = Verdict.ADMITTED if admits_all else Verdict.REFUSED
+        self._port = 0
+        self._since = 0
 
-    def admits(self, metadata: Sequence[tuple[str, Any]], port: int) -> bool:
-        """Returns whether the metadata of a call to `port` holds a valid proof or token.
+    def listens(self, port: int) -> None:
+        """Takes the port, once it is bound: from now on no other process hears what is sent there."""
+        self._port, self._since = port, _stamp(self._clock)
 
-        It compares in constant time, and looks for new tokens before it returns False.
+    def judge(self, metadata: Sequence[tuple[str, Any]]) -> tuple[Verdict, tuple[tuple[str, str], ...]]:
+        """Returns what to do with a call by its metadata, and the initial metadata of the answer.
+
+        It compares in constant time, and looks for new tokens before it refuses a call.
         """
         sent = dict(metadata)
         proof, token = str(sent.get(HEADER, "")), bearer(sent.get("authorization", ""))
         if not proof and not token:
-            return False
-        return self._fits(proof, token, port, False) or self._fits(proof, token, port, True)
+            return self._without, ()
+        known = self._fitting(proof, token, False) or self._fitting(proof, token, True)
+        if not known:
+            return self._without, ()
+        nonce = str(sent.get(NONCE, ""))
+        answer = ((ANSWER, _answer(known, self._port, nonce)),) if 0 < len(nonce) <= _MAX_PROOF else ()
+        is_early = not token and int(proof.partition(".")[0]) < self._since
+        return Verdict.TOO_EARLY if is_early else Verdict.ADMITTED, answer
 
     def refusal(self, what: str) -> str:
         """Returns the error text for a refused caller: which callers are admitted, and what to do."""
@@ -201,23 +248,46 @@ class Verifier:
             f"this {what} has no certificate and answers {admitted}; you showed another token or none: {_HOW}"
         )
 
-    def _fits(self, proof: str, token: str, port: int, again: bool) -> bool:
+    def _fitting(self, proof: str, token: str, again: bool) -> str:
+        """Returns the token that the caller knows, or ""."""
         stamp = proof.partition(".")[0]
         in_time = (
             len(proof) <= _MAX_PROOF
             and stamp.isascii()
             and stamp.isdigit()
-            and abs(self._clock() - int(stamp)) <= _GOOD_FOR_S
+            and abs(_stamp(self._clock) - int(stamp)) <= _GOOD_FOR_S * _STAMPS_PER_S
         )
-        fits = False
+        fitting = ""
         for known in self._tokens.known(again):
-            fits |= in_time and _same(proof, _proof(known, port, int(stamp)))
-            fits |= bool(token) and _same(token, known)
-        return fits
+            proven = in_time and _same(proof, _proof(known, self._port, int(stamp)))
+            if proven | (bool(token) and _same(token, known)):
+                fitting = known
+        return fitting
+
+
+def not_proven(address: str) -> str:
+    """Returns the error text about a server that cannot show that it knows this process's token."""
+    return (
+        f"the server at {address} did not prove that it knows the token of this process: another user's program may "
+        f"have taken the port, or the server's user has another token: {_HOW}"
+    )
+
+
+def _stamp(clock: Clock) -> int:
+    """Returns the time in microseconds, so that no two events of a port have the same."""
+    return int(clock() * _STAMPS_PER_S)
 
 
 def _proof(token: str, port: int, stamp: int) -> str:
-    return f"{stamp}.{hmac.digest(token.encode(), f'kvlink {port} {stamp}'.encode(), hashlib.sha256).hex()}"
+    return f"{stamp}.{_mac(token, f'kvlink {port} {stamp}')}"
+
+
+def _answer(token: str, port: int, nonce: str) -> str:
+    return _mac(token, f"kvlink server {port} {nonce}")
+
+
+def _mac(token: str, text: str) -> str:
+    return hmac.digest(token.encode(), text.encode("utf-8", "replace"), "sha256").hex()
 
 
 def _same(one: str, other: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -129,12 +130,17 @@ class Security:
         return None if self.keyring else host_tokens(self.token_file)
 
     def verifier(self, host: str) -> Verifier | None:
-        """Returns the verifier of a server on `host`, or None if no token is needed there. Raises ConfigError."""
-        tokens = self.host_tokens() if is_loopback(host) else None
+        """Returns the verifier of a server on `host`, or None under TLS.
+
+        Off loopback it admits everybody, and proves the server to callers on this host. Raises ConfigError.
+        """
+        tokens = self.host_tokens()
         if tokens is None:
             return None
-        tokens.prepare()
-        return Verifier(tokens)
+        admits_all = not is_loopback(host)
+        with suppress(ConfigError) if admits_all else nullcontext():
+            tokens.prepare()
+        return Verifier(tokens, admits_all=admits_all)
 
     def coordinators(self) -> Trust:
         """Returns the trust of clients of coordinators."""
@@ -191,7 +197,8 @@ class Trust:
             plain = self.security.channel(address, options)
             if self.host_tokens is None or not is_loopback(host):
                 return plain
-            return ProvingChannel(plain, Prover(self.host_tokens, int(address.rpartition(":")[2])))
+            prover = Prover(self.host_tokens, int(address.rpartition(":")[2]))
+            return ProvingChannel(plain, prover, address, believes_all=self.security.insecure)
         checks: list[tuple[str, Any]] = []
         if self.wanted:
             checks.append(("grpc.ssl_target_name_override", self.wanted))

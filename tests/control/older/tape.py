@@ -64,9 +64,15 @@ class AnyService(grpc.GenericRpcHandler):
 
 
 async def serving(serve: Callable[[str, AsyncIterator[bytes], Any], Any]) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server()
+    from kvlink.control import Security  # of the checkout that record.py has chosen by now
+    from kvlink.control.rpc.admission import Admission
+
+    verifier = Security().verifier("127.0.0.1")
+    assert verifier is not None
+    server = grpc.aio.server(interceptors=[Admission(verifier, "recorded peer", lambda *_: None)])
     server.add_generic_rpc_handlers((AnyService(serve),))
     port = server.add_insecure_port("127.0.0.1:0")
+    verifier.listens(port)
     await server.start()
     return server, f"127.0.0.1:{port}"
 
