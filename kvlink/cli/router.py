@@ -62,7 +62,7 @@ def router(
     production.
 
     It is also the reference for the messages between a router and servers with kvlink. Servers take turns. If one is
-    gone, the router asks the next one. It refuses bodies above 256 MiB. It does not balance load, limits neither the
+    gone, the router asks the next one. It refuses bodies above 64 MiB. It does not balance load, limits neither the
     number of requests nor their time, speaks plain HTTP and checks no API key.
 
     For production, use vLLM's router, llm-d, NVIDIA Dynamo or vLLM's production stack. Servers with kvlink run behind

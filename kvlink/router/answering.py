@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -26,17 +25,12 @@ from kvlink.router.bodies import (
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
 from kvlink.router.following import Followed, following
-from kvlink.router.upstream import Answer, NotServed, Upstream
+from kvlink.router.headers import REQUEST_ID
+from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries
+from kvlink.router.upstream import Upstream
 from kvlink.tracing import HEADER
 
 _log = logging.getLogger("kvlink.router")
-
-REQUEST_ID = "X-Request-Id"
-DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
-"""The paths that decode serves alone.
-
-A response may call tools and refer to others on the same server. An embedding generates no answer.
-"""
 
 
 class Refused(Exception):
@@ -48,7 +42,11 @@ class Refused(Exception):
 
 
 class NoPrefill(Exception):
-    """No prefill server answered, and decode must not compute prompts."""
+    """No prefill server answered, and decode must not compute prompts. `last` is the last one's failure."""
+
+    def __init__(self, last: NotServed) -> None:
+        super().__init__(str(last))
+        self.last = last
 
 
 class Asked(NamedTuple):
@@ -104,6 +102,7 @@ class Answering:
         self,
         stack: AsyncExitStack,
         asked: Asked,
+        tries: Tries,
         without: Collection[str] = (),
         draining: bool = False,
         first: str = "",
@@ -111,35 +110,48 @@ class Answering:
         """Returns the answer of the first decode server that begins one. Raises NotServed, NoPrefill and Refused.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
-        Servers in `without` are not asked, and those that drain only with `draining`. `first` is asked first. NotServed
-        says whether a server may have begun with the request.
+        The other parameters are those of Upstream.first.
         """
-        tried = list(without)
-        reason, handoff, alone = "no decode server is up", None, asked.path in DECODE_ALONE
-        known, is_untouched = alone, True
-        self._counts["not_suited"] += alone
-        while url := first or self._decode.ring.choose(time.monotonic(), tried, draining):
-            first = ""
-            follows = not known and self._streams(asked.body)
+        handoff, is_known = None, False
+
+        async def ask(url: str) -> Opened:
+            nonlocal handoff, is_known
+            if not is_known and self._streams(asked.body):
+                here = await stack.enter_async_context(AsyncExitStack())
+                came = await here.enter_async_context(self._following(url, asked, tries))
+                if isinstance(came, Followed):
+                    self._counts["followed"] += 1
+                    return Opened(url, *came)
+                handoff = came
+                await here.aclose()
+            elif not is_known:
+                handoff = await self._hand_off(asked, tries)
+            is_known = True
             try:
-                if follows:
-                    here = await stack.enter_async_context(AsyncExitStack())
-                    came = await here.enter_async_context(self._following(url, asked))
-                    if isinstance(came, Followed):
-                        self._counts["followed"] += 1
-                        return Opened(url, *came)
-                    handoff = came
-                    await here.aclose()
-                elif not known:
-                    handoff = await self._hand_off(asked)
-                known = True
                 return await self.open_at(stack, url, asked._replace(body=decode_body(asked.body, handoff)))
             except NotServed as error:
-                tried.append(url)
-                reason, known = str(error), alone or (known and error.untouched)
-                is_untouched = is_untouched and error.untouched
-                self._counts["decode_retried"] += 1
-        raise NotServed(reason, is_untouched)
+                is_known = error.untouched
+                raise
+
+        return await self._decode.first(ask, tries, without, draining, first)
+
+    async def pass_through(
+        self,
+        stack: AsyncExitStack,
+        method: str,
+        path: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        tries: Tries,
+    ) -> Opened:
+        """Returns the answer of a decode server to a request that nothing is known of. Raises NotServed."""
+        self._counts["passed_through"] += 1
+
+        async def ask(url: str) -> Opened:
+            answering = self._decode.stream(url, path, content or None, headers, method)
+            return Opened(url, *await stack.enter_async_context(answering))
+
+        return await self._decode.first(ask, tries)
 
     async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
         """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
@@ -154,34 +166,40 @@ class Answering:
             and num_tokens(body) >= max(self._streaming_from, self._advised_from)
         )
 
-    def _following(self, url: str, asked: Asked) -> AbstractAsyncContextManager[Followed | Body | None]:
+    def _following(
+        self, url: str, asked: Asked, tries: Tries
+    ) -> AbstractAsyncContextManager[Followed | Body | None]:
         stream = uuid.uuid4().hex
-        prefill = self._hand_off(asked, stream)
+        prefill = self._hand_off(asked, tries, stream)
         path, body, headers, answer_as = asked
-        return following(prefill, self._decode, url, path, body, headers, stream, answer_as)
+        return following(prefill, self._decode, tries, url, path, body, headers, stream, answer_as)
 
-    async def _hand_off(self, asked: Asked, stream: str = "") -> Body | None:
+    async def _hand_off(self, asked: Asked, tries: Tries, stream: str = "") -> Body | None:
         """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
-        _, body, headers, _ = asked
+        path, body, headers, _ = asked
         if not one_handoff_suffices(body):
             self._counts["not_suited"] += 1
             return None
         ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
         self._counts["tickets_sent"] += ticket is not None
+        prefilling = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
         try:
-            prefilling = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
-            answer = await self._prefill.ask_any("POST", asked.path, prefilling, headers)
+            answer = await self._prefill.first(
+                lambda url: self._prefill.ask("POST", url, path, prefilling, headers), tries
+            )
+        except OwnLimit:
+            raise
         except NotServed as error:
             if not self._recompute:
-                raise NoPrefill(str(error)) from error
+                raise NoPrefill(error) from error
             self._counts["without_prefill"] += 1
             return None
         return self._handoff_in(answer, headers)
 
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
-        if answer.status != 200:
+        if answer.status >= 400:
             raise Refused(answer)
-        handoff = handoff_of(object_in(answer.begin))
+        handoff = handoff_of(object_in(answer.begin)) if answer.status == 200 else None
         self._advised_from = streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:

@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvlink.router.bodies import object_in
 from kvlink.router.upstream import Upstream
 
 _log = logging.getLogger("kvlink.router")
@@ -94,7 +95,7 @@ class _Control:
         return await self._changed(request, drain=False)
 
     async def _changed(self, request: web.Request, drain: bool) -> web.Response:
-        server = (await request.json())["server"]
+        server = (object_in(await request.read()) or {}).get("server", "")
         sides = [side for side in self._sides if server in side.ring.urls]
         if not sides:
             known = ", ".join(url for side in self._sides for url in side.ring.urls)

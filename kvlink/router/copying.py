@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvlink.router.bodies import Body, decode_body, handoff_of, object_in, prefill_body
+from kvlink.router.retries import Answer
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Answer, NotServed, Upstream, answers_later
+from kvlink.router.upstream import Upstream
 
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
@@ -65,7 +66,8 @@ async def can_continue_here(
 async def _model_limit(servers: Upstream, url: str, headers: Mapping[str, str]) -> int | None:
     """Returns the limit of the server's models, which differ only by adapters."""
     models = _value(await servers.ask("GET", url, "/v1/models", None, headers)).get("data")
-    limits = [model.get("max_model_len") for model in models or [] if isinstance(model, dict)]
+    models = models if isinstance(models, list) else []
+    limits = [model.get("max_model_len") for model in models if isinstance(model, dict)]
     return min((limit for limit in limits if type(limit) is int), default=None)
 
 
@@ -83,7 +85,5 @@ async def _ends_with_token(
 
 
 def _value(answer: Answer) -> Body:
-    """Returns the object in an answer, or an empty one. Raises NotServed if the server may answer another time."""
-    if answers_later(answer.status):
-        raise NotServed(f"answered {answer.status}", untouched=False)
+    """Returns the object in an answer, or an empty one."""
     return (object_in(answer.begin) if answer.status == 200 else None) or {}

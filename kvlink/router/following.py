@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from kvlink.router.bodies import Body, announced, following_body
-from kvlink.router.upstream import Answer, Upstream
+from kvlink.router.retries import Answer, NotServed, Tries
+from kvlink.router.upstream import Upstream
+from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
 
 
@@ -24,6 +26,7 @@ class Followed(NamedTuple):
 async def following(
     prefill: Coroutine[Any, Any, Body | None],
     decode: Upstream,
+    tries: Tries,
     url: str,
     path: str,
     body: Body,
@@ -34,23 +37,29 @@ async def following(
     """Yields the answer of the decode server at `url`, or the handoff that `prefill` returned.
 
     It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both requests.
-    `stream` is the name given to prefill, `answer_as` that of the answer's ticket. Raises what `prefill` raises, and
-    decode's NotServed.
+    `stream` is the name given to prefill, `answer_as` that of the answer's ticket. `tries` learns of a decode server
+    that failed at it. Raises what `prefill` raises, and decode's NotServed.
     """
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(AsyncExitStack())
-        prefilling = asyncio.create_task(prefill)
+        prefilling = start_awaited(prefill)
         stack.push_async_callback(_end, prefilling)
         asked = following_body(body, stream, headers.get(HEADER, ""), answer_as)
         answer = decode.stream(url, path, asked, headers)
-        answering = asyncio.create_task(opened.enter_async_context(answer))
+        answering = start_awaited(opened.enter_async_context(answer))
         stack.push_async_callback(_end, answering)
         await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done() and not announced(await prefilling, stream):
             yield prefilling.result()
             return
-        came = Followed(*await answering)
-        yield came if came.answer.status < 500 else await prefilling
+        try:
+            came: Followed | Body | None = Followed(*await answering)
+        except NotServed as error:
+            if error.answer is None or error.answer.status < 500:
+                raise
+            tries.failed(decode.role, error)
+            came = await prefilling
+        yield came
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

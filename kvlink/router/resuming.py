@@ -21,18 +21,20 @@ from kvlink.router.answering import Answering, Asked, NoPrefill, Opened, Refused
 from kvlink.router.bodies import Body
 from kvlink.router.copying import can_continue_here
 from kvlink.router.counts import Counts
+from kvlink.router.headers import ENCODING
 from kvlink.router.moves import CHECK_S, Move
-from kvlink.router.server_events import DONE, EventTooLong, ServerEvents, ended, event_of, value_of
+from kvlink.router.retries import NotServed, Tries
+from kvlink.router.server_events import DONE, ServerEvents, event_of, is_comment, is_done, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
-from kvlink.router.upstream import BROKEN, NotServed, Upstream, answers_later
+from kvlink.router.upstream import BROKEN, Upstream
 
 _log = logging.getLogger("kvlink.router")
 
 _NO_SERVER_S = 30.0
 """The longest wait for a server that can continue an answer which broke off."""
 _RETRY_S = 0.5
-_MOST_WITHOUT_PROGRESS = 3
-"""Servers that break off an answer without a further token, before it is lost: the request itself may end them."""
+_MOST_WITHOUT_PROGRESS = 1
+"""How often an answer that breaks off without a further token goes on: the request itself may end its servers."""
 _CHECK_AFTER_S = 5.0
 """After this time without an event, the router looks whether the server still answers probes."""
 
@@ -63,7 +65,8 @@ class Resuming:
         """
         answer = StreamedAnswer(asked.path, asked.body)
         async with AsyncExitStack() as stack:
-            first = await self._answering.open_any(stack, asked._replace(body=answer.first_request()))
+            with_tokens = asked._replace(body=answer.first_request())
+            first = await self._answering.open_any(stack, with_tokens, Tries(asked.request_id))
             if not _is_stream(first):
                 return await replies.passed_on(
                     request, asked.request_id, first.answer, first.rest, keep, named
@@ -77,7 +80,7 @@ class Resuming:
                     return response
                 self._counts["lost"] += 1
                 if answer.error is not None:
-                    await response.write(event_of(answer.error) + ended(DONE))
+                    await response.write(event_of(answer.error) + DONE)
                     await response.write_eof()
                     return response
                 _log.warning("a broken answer is lost request=%s", asked.request_id)
@@ -132,7 +135,10 @@ class Resuming:
                     await response.write(output)
                 if end is not None:
                     return end
-        except (BrokenOff, EventTooLong) as error:
+            if answer.is_foreign:  # its end may have any form, too
+                await response.write(events.rest)
+                return _End.COMPLETE
+        except BrokenOff as error:
             _log.warning(
                 "an answer broke off request=%s server=%s tokens=%d error=%s",
                 move.request_id,
@@ -143,7 +149,7 @@ class Resuming:
         if not answer.is_finished:
             return _End.BROKEN
         usage = answer.missing_usage()
-        await response.write((event_of(usage) if usage else b"") + ended(DONE))
+        await response.write((event_of(usage) if usage else b"") + DONE)
         return _End.COMPLETE
 
     async def _pieces(self, opened: Opened, answer: StreamedAnswer) -> AsyncIterator[bytes]:
@@ -156,10 +162,10 @@ class Resuming:
     async def _next_piece(self, opened: Opened, answer: StreamedAnswer) -> bytes | None:
         """Returns None at the end, and nothing if nothing came in a while."""
         try:
-            async with asyncio.timeout(_CHECK_AFTER_S) as waiting:
-                return await anext(opened.rest, None)
+            return await asyncio.wait_for(anext(opened.rest, None), _CHECK_AFTER_S)
         except BROKEN as error:
-            if waiting.expired() and (self._decode.ring.answers(opened.url) or not answer.can_be_continued):
+            is_late = isinstance(error, asyncio.TimeoutError)
+            if is_late and (self._decode.ring.answers(opened.url) or not answer.can_be_continued):
                 return b""
             self._decode.broke_off(opened.url)
             raise BrokenOff(f"{type(error).__name__}: {error}") from error
@@ -184,13 +190,12 @@ class Resuming:
 
         Servers that drain come last. Those in `failed` are asked again after a wait.
         """
-        draining, waited_s, touched = False, 0.0, 0
-        while touched <= _MOST_WITHOUT_PROGRESS:
+        draining, waited_s, tries = False, 0.0, Tries(asked.request_id)
+        while tries.may_ask(self._decode.role):
             try:
-                opened = await self._opened(stack, asked, answer, number, failed, draining)
-            except (NoPrefill, NotServed, TimeoutError) as error:
+                opened = await self._opened(stack, asked, answer, number, failed, draining, tries)
+            except (NoPrefill, NotServed, asyncio.TimeoutError):
                 opened = None
-                touched += isinstance(error, NotServed) and not error.untouched
             except BrokenOff:
                 return None
             if opened is not None:
@@ -215,30 +220,29 @@ class Resuming:
         number: int,
         failed: set[str],
         draining: bool,
+        tries: Tries,
     ) -> Opened | None:
         """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoPrefill."""
         url = self._decode.ring.choose(time.monotonic(), failed, draining)
         if url is None:
             return None
-        async with asyncio.timeout(CHECK_S):
-            can_continue = await can_continue_here(self._decode, url, answer, asked.headers)
+        failed.add(url)
+        try:
+            checking = can_continue_here(self._decode, url, answer, asked.headers)
+            can_continue = await asyncio.wait_for(checking, CHECK_S)
+        except NotServed as error:
+            tries.failed(self._decode.role, error)
+            raise
         if not can_continue:
             raise BrokenOff("its text does not end with a token")
         rest = _rest_of(asked, answer, number)
         try:
-            opened = await self._answering.open_any(stack, rest, failed, draining, url)
+            opened = await self._answering.open_any(stack, rest, tries, failed, draining, url)
         except Refused as refused:
-            raise _not_given(refused.answer.status) from refused
+            raise BrokenOff(str(refused)) from refused
         if not _is_stream(opened):
-            raise _not_given(opened.answer.status)
+            raise BrokenOff(f"a server answered {opened.answer.status}")
         return opened
-
-
-def _not_given(status: int) -> Exception:
-    """Returns the exception for a status in place of an answer: another server may answer otherwise, or none would."""
-    if answers_later(status):
-        return NotServed(f"answered {status}", untouched=False)
-    return BrokenOff(f"a server answered {status}")
 
 
 def _rest_of(asked: Asked, answer: StreamedAnswer, number: int) -> Asked:
@@ -251,18 +255,19 @@ async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswe
     for event in events:
         value = value_of(event)
         if value is None:
-            if event == DONE and answer.can_be_continued:
+            if is_done(event) and answer.can_be_continued:
                 return _End.BROKEN
-            output += ended(event)
-            if event == DONE:
+            output += event
+            if is_done(event):
                 return _End.COMPLETE
+            answer.is_foreign = answer.is_foreign or not is_comment(event)
             continue
         try:
             value = answer.take(value)
         except BrokenOff:
             if answer.can_be_continued:
                 return _End.BROKEN
-            output += b"" if answer.is_finished else ended(event)
+            output += b"" if answer.is_finished else event
             continue
         if value is not None:
             output += event_of(value)
@@ -272,5 +277,6 @@ async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswe
 
 
 def _is_stream(opened: Opened) -> bool:
-    answer = opened.answer
-    return answer.status == 200 and answer.headers.get("Content-Type", "").startswith("text/event-stream")
+    headers = opened.answer.headers
+    is_plain = headers.get("Content-Type", "").startswith("text/event-stream") and ENCODING not in headers
+    return opened.answer.status == 200 and is_plain

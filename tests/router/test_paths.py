@@ -46,18 +46,3 @@ async def test_tokens_that_one_hand_off_does_not_serve(place: Place, sampling: d
     assert (await place.post(body, GENERATE))[0] == 200
     assert place.decode[0].asked == [body]
     assert await place.counts() == {"not_suited": 1}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/responses", {"model": "m", "input": "hi"}),
-        ("/v1/embeddings", {"model": "m", "input": ["a", "b"]}),
-    ],
-)
-async def test_decode_alone(place: Place, path: str, body: Any) -> None:
-    place.decode[0].die = "at once"
-    assert (await place.post(body, path))[0] == 200
-    assert [engine.asked for engine in place.prefill] == [[], []]
-    assert [engine.asked for engine in place.decode] == [[body], [body]]
-    assert await place.counts() == {"not_suited": 1, "decode_retried": 1}

@@ -136,18 +136,6 @@ async def test_several_continuations_do_not_share_a_handoff(place: Place) -> Non
     assert place.decode[0].asked == [BODY | {"n": 2}]
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
-async def test_what_prefill_refuses_is_refused(place: Place, status: int) -> None:
-    place.prefill[0].status = status
-    assert await place.post() == (status, {"error": {"message": "p0 says no"}})
-    assert [engine.asked for engine in place.decode] == [[], []]
-
-
-async def test_decodes_error_passes_through(place: Place) -> None:
-    place.decode[0].status = 500
-    assert await place.post() == (500, {"error": {"message": "d0 says no"}})
-
-
 @pytest.mark.parametrize("how", ["killed", "dies at once", "not ready"])
 async def test_the_next_prefill_server_is_asked(place: Place, how: str) -> None:
     if how == "killed":
