@@ -116,7 +116,7 @@ class Answering:
 
         async def ask(url: str) -> Opened:
             nonlocal handoff, is_known
-            if not is_known and self._streams(asked.body):
+            if not is_known and not len(tries) and self._streams(asked.body):
                 here = await stack.enter_async_context(AsyncExitStack())
                 came = await here.enter_async_context(self._following(url, asked, tries))
                 if isinstance(came, Followed):
@@ -126,6 +126,8 @@ class Answering:
                 await here.aclose()
             elif not is_known:
                 handoff = await self._hand_off(asked, tries)
+                if not tries.may_ask(self._decode.role):
+                    raise tries.last(self._prefill.role)
             is_known = True
             try:
                 return await self.open_at(stack, url, asked._replace(body=decode_body(asked.body, handoff)))

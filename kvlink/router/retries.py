@@ -81,9 +81,12 @@ class Tries:
         self._failed: Counter[str] = Counter()
         self._last: dict[str, NotServed] = {}
 
+    def __len__(self) -> int:
+        return self._failed.total()
+
     def may_ask(self, role: str) -> bool:
         """Returns whether one more server of this role may get the request."""
-        return self._failed[role] < self._most and self._failed.total() < _MOST_IN_ALL
+        return self._failed[role] < self._most and len(self) < _MOST_IN_ALL
 
     def failed(self, role: str, error: NotServed) -> None:
         """Records that a server failed."""

@@ -80,6 +80,7 @@ async def routing(
         headers={"Accept-Encoding": "identity"},
         skip_auto_headers=("Content-Type",),
     ) as session:
+        session._retry_connection = False  # it sends even a DELETE again
         counts = Counts()
         sides = (
             Upstream("prefill", Ring(prefill), session, counts),

@@ -24,11 +24,11 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_toke
 
 
 class Place:
-    """Two prefill servers, two decode servers, a router, a client."""
+    """Prefill servers, decode servers, a router, a client."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        self.prefill = [FakeEngine("p0"), FakeEngine("p1")]
-        self.decode = [FakeEngine("d0"), FakeEngine("d1")]
+    def __init__(self, stack: AsyncExitStack, num_prefill: int = 2, num_decode: int = 2) -> None:
+        self.prefill = [FakeEngine(f"p{number}") for number in range(num_prefill)]
+        self.decode = [FakeEngine(f"d{number}") for number in range(num_decode)]
         self._ends: dict[str, AsyncExitStack] = {}
         self._stack = stack
 
