@@ -263,14 +263,14 @@ async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswe
             answer.is_foreign = answer.is_foreign or not is_comment(event)
             continue
         try:
-            value = answer.take(value)
+            shown = answer.take(value)
         except BrokenOff:
             if answer.can_be_continued:
                 return _End.BROKEN
             output += b"" if answer.is_finished else event
             continue
-        if value is not None:
-            output += event_of(value)
+        if shown is not None:
+            output += event if shown is value else event_of(shown)
         if move.target and answer.can_move and await move.can_begin():
             return _End.MOVES
     return None

@@ -47,7 +47,8 @@ class FakeEngine:
         app = web.Application()
         app.add_routes(
             [
-                web.post("/v1/{kind:.*}", self._complete),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
                 web.post("/inference/v1/generate", self._complete),
                 web.post("/detokenize", self._detokenize),
                 web.get("/v1/models", self._models),
