@@ -38,6 +38,8 @@ class FakeEngine:
         self.slow_s = 0.0
         self.hold: asyncio.Event | None = None
         """Answers wait for it."""
+        self.probes = 0
+        self.hangs_at_probes = False
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -72,7 +74,8 @@ class FakeEngine:
             yield self
         finally:
             await site.stop()
-            await asyncio.sleep(0.02)  # what asyncio is just accepting, the runner does not know yet
+            for _ in range(10):  # what asyncio is just accepting, the runner does not know yet
+                await asyncio.sleep(0)
             await runner.cleanup()
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -149,6 +152,9 @@ class FakeEngine:
         raise web.HTTPNotFound
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.probes += 1
+        if self.hangs_at_probes:
+            await asyncio.Event().wait()
         return web.Response()
 
 

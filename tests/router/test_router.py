@@ -16,8 +16,11 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError, ClientSession
 from fake_engine import HANDOFF, FakeEngine, events
 
-from kvlink.router import choice, serving
+from kvlink.backoff import Backoff
+from kvlink.router import choice, serving, upstream
+from kvlink.router.choice import Ring
 from kvlink.router.serving import routing
+from kvlink.runtime.supervised import failures
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -228,6 +231,30 @@ async def test_one_that_came_back_is_used_again(place: Place, stack: AsyncExitSt
             return
         await asyncio.sleep(0.1)
     pytest.fail("not one request in half a minute went to it")
+
+
+async def test_one_server_stops_no_probes_of_others(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "_PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(Backoff, "delay_s", lambda self: 0.0)
+    place = Place(stack)
+    hung, odd, *others = (*place.prefill, *place.decode)
+    hung.hangs_at_probes = True
+    succeeded = Ring.succeeded
+
+    def fail_for_odd(ring: Ring, url: str) -> None:
+        if url == odd.url:
+            raise LookupError("an exception that nobody expects")
+        succeeded(ring, url)
+
+    monkeypatch.setattr(Ring, "succeeded", fail_for_odd)
+    before = failures().get("router probe", 0)
+    await place.start()
+    while min(engine.probes for engine in (odd, *others)) < 5:
+        await asyncio.sleep(0)
+    assert hung.probes == 1
+    assert failures()["router probe"] - before >= 4
 
 
 async def test_models_and_health(place: Place) -> None:
