@@ -18,7 +18,7 @@ class ServerEvents:
 
     def __init__(self) -> None:
         self.rest = bytearray()
-        """What is no whole event yet."""
+        """The bytes that are no whole event yet."""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the events that this piece completes, with their ends. One that is too long comes in parts."""

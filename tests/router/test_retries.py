@@ -147,7 +147,7 @@ async def test_decode(place: Place, how: str | int, one: Seen, all_: Seen, numbe
 )
 @pytest.mark.parametrize("how", [GONE, CUT, 500, 429, 404])
 async def test_other_paths(place: Place, method: str, path: str, is_repeated: bool, how: str | int) -> None:
-    """What may have had an effect is not repeated, unless no server saw it."""
+    """A request that may have had an effect is not repeated, unless no server saw it."""
     await fail(place, place.decode[:1], how)
     final = {CUT: 502}.get(str(how), how)
     if how == GONE:

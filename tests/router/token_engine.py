@@ -44,7 +44,7 @@ class TokenEngine(FakeEngine):
         self.tells_tokens = True
         self.line_end = b"\n"
         self.says: dict[int, bytes] = {}
-        """What comes before the event of that number, as it is."""
+        """The bytes that come before the event of that number."""
         self.stops_after: int | None = None
         """The last event that it says, after which the body ends properly, with nothing of its own."""
         self.tokens_an_event = 1
