@@ -3,31 +3,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import NamedTuple
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
 
 from multidict import CIMultiDict
 
-from kvlink.router.bodies import (
-    Body,
-    asking_for_a_ticket,
-    decode_body,
-    handoff_of,
-    num_tokens,
-    object_in,
-    one_handoff_suffices,
-    prefill_body,
-    streams_from,
-)
+from kvlink.router import bodies
+from kvlink.router.bodies import Body, asking_for_a_ticket, decode_body, one_handoff_suffices
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
-from kvlink.router.following import Followed, following
 from kvlink.router.headers import REQUEST_ID
 from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries
-from kvlink.router.upstream import Upstream
+from kvlink.router.upstream import Sent, Upstream
+from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
 
 _log = logging.getLogger("kvlink.router")
@@ -119,9 +111,9 @@ class Answering:
             if not is_known and not len(tries) and self._streams(asked.body):
                 here = await stack.enter_async_context(AsyncExitStack())
                 came = await here.enter_async_context(self._following(url, asked, tries))
-                if isinstance(came, Followed):
+                if isinstance(came, Opened):
                     self._counts["followed"] += 1
-                    return Opened(url, *came)
+                    return came
                 handoff = came
                 await here.aclose()
             elif not is_known:
@@ -137,44 +129,55 @@ class Answering:
 
         return await self._decode.first(ask, tries, without, draining, first)
 
-    async def pass_through(
-        self,
-        stack: AsyncExitStack,
-        method: str,
-        path: str,
-        content: bytes,
-        headers: Mapping[str, str],
-        tries: Tries,
-    ) -> Opened:
+    async def pass_through(self, stack: AsyncExitStack, sent: Sent, tries: Tries) -> Opened:
         """Returns the answer of a decode server to a request that nothing is known of. Raises NotServed."""
         self._counts["passed_through"] += 1
 
         async def ask(url: str) -> Opened:
-            answering = self._decode.stream(url, path, content or None, headers, method)
-            return Opened(url, *await stack.enter_async_context(answering))
+            return Opened(url, *await stack.enter_async_context(self._decode.stream(url, sent)))
 
         return await self._decode.first(ask, tries)
 
     async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
         """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
         body = asking_for_a_ticket(asked.body, asked.answer_as) if asked.answer_as else asked.body
-        answering = self._decode.stream(url, asked.path, body, asked.headers)
+        answering = self._decode.stream(url, Sent(asked.path, body, asked.headers))
         return Opened(url, *await stack.enter_async_context(answering))
 
     def _streams(self, body: Body) -> bool:
         return (
             self._streaming_from is not None
             and one_handoff_suffices(body)
-            and num_tokens(body) >= max(self._streaming_from, self._advised_from)
+            and bodies.num_tokens(body) >= max(self._streaming_from, self._advised_from)
         )
 
-    def _following(
-        self, url: str, asked: Asked, tries: Tries
-    ) -> AbstractAsyncContextManager[Followed | Body | None]:
+    @asynccontextmanager
+    async def _following(self, url: str, asked: Asked, tries: Tries) -> AsyncIterator[Opened | Body | None]:
+        """Asks both sides at once, so that decode pulls blocks while prefill computes. Yields decode's answer.
+
+        It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both
+        requests. Raises what `_hand_off` raises, and decode's NotServed.
+        """
         stream = uuid.uuid4().hex
-        prefill = self._hand_off(asked, tries, stream)
-        path, body, headers, answer_as = asked
-        return following(prefill, self._decode, tries, url, path, body, headers, stream, answer_as)
+        body = bodies.following_body(asked.body, stream, asked.headers.get(HEADER, ""))
+        async with AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(AsyncExitStack())
+            prefilling = start_awaited(self._hand_off(asked, tries, stream))
+            stack.push_async_callback(_end, prefilling)
+            answering = start_awaited(self.open_at(opened, url, asked._replace(body=body)))
+            stack.push_async_callback(_end, answering)
+            await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and not bodies.announced(await prefilling, stream):
+                yield prefilling.result()
+                return
+            try:
+                came: Opened | Body | None = await answering
+            except NotServed as error:
+                if error.answer is None or error.answer.status < 500:
+                    raise
+                tries.failed(self._decode.role, error)
+                came = await prefilling
+            yield came
 
     async def _hand_off(self, asked: Asked, tries: Tries, stream: str = "") -> Body | None:
         """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
@@ -184,11 +187,10 @@ class Answering:
             return None
         ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
         self._counts["tickets_sent"] += ticket is not None
-        prefilling = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
+        prefilling = bodies.prefill_body(body, stream, headers.get(HEADER, ""), ticket)
         try:
-            answer = await self._prefill.first(
-                lambda url: self._prefill.ask("POST", url, path, prefilling, headers), tries
-            )
+            sent = Sent(path, prefilling, headers)
+            answer = await self._prefill.first(lambda url: self._prefill.ask(url, sent), tries)
         except OwnLimit:
             raise
         except NotServed as error:
@@ -201,9 +203,14 @@ class Answering:
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
         if answer.status >= 400:
             raise Refused(answer)
-        handoff = handoff_of(object_in(answer.begin)) if answer.status == 200 else None
-        self._advised_from = streams_from(handoff) or self._advised_from
+        handoff = bodies.handoff_of(bodies.object_in(answer.begin)) if answer.status == 200 else None
+        self._advised_from = bodies.streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:
             _log.warning("prefill gave no handoff, decode computes it request=%s", headers[REQUEST_ID])
         return handoff
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -60,11 +60,10 @@ def _without(body: Body, names: tuple[str, ...]) -> Body:
     return {key: value for key, value in body.items() if key not in names}
 
 
-def following_body(body: Body, stream: str, traceparent: str = "", answer_as: str = "") -> Body:
-    """Returns decode's request while prefill still computes under this name. `answer_as`: see asking_for_a_ticket."""
+def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
+    """Returns decode's request while prefill still computes under this name."""
     asked = {"do_remote_prefill": True, "do_remote_decode": False}
-    following = decode_body(body, asked | _ours(stream, traceparent))
-    return asking_for_a_ticket(following, answer_as) if answer_as else following
+    return decode_body(body, asked | _ours(stream, traceparent))
 
 
 def _ours(stream: str, traceparent: str) -> Body:

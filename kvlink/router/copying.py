@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from kvlink.router.bodies import Body, decode_body, handoff_of, object_in, prefill_body
 from kvlink.router.retries import Answer
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Upstream
+from kvlink.router.upstream import Sent, Upstream
 
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
@@ -41,10 +41,10 @@ async def copy_ahead(
 async def _copy(
     servers: Upstream, source: str, target: str, path: str, body: Body, headers: Mapping[str, str]
 ) -> bool:
-    handoff = handoff_of(_value(await servers.ask("POST", source, path, body, headers)))
+    handoff = handoff_of(_value(await servers.ask(source, Sent(path, body, headers))))
     if handoff is None:
         return False
-    pulled = await servers.ask("POST", target, path, decode_body(body, handoff), headers)
+    pulled = await servers.ask(target, Sent(path, decode_body(body, handoff), headers))
     return pulled.status == 200
 
 
@@ -65,7 +65,7 @@ async def can_continue_here(
 
 async def _model_limit(servers: Upstream, url: str, headers: Mapping[str, str]) -> int | None:
     """Returns the limit of the server's models, which differ only by adapters."""
-    models = _value(await servers.ask("GET", url, "/v1/models", None, headers)).get("data")
+    models = _value(await servers.ask(url, Sent("/v1/models", None, headers, "GET"))).get("data")
     models = models if isinstance(models, list) else []
     limits = [model.get("max_model_len") for model in models if isinstance(model, dict)]
     return min((limit for limit in limits if type(limit) is int), default=None)
@@ -76,7 +76,7 @@ async def _ends_with_token(
 ) -> bool:
     for without in range(_MOST_OF_A_CHARACTER):
         asked = {"model": answer.model, "tokens": answer.last_tokens(without)}
-        text = _value(await servers.ask("POST", url, "/detokenize", asked, headers)).get("prompt")
+        text = _value(await servers.ask(url, Sent("/detokenize", asked, headers))).get("prompt")
         if not isinstance(text, str):
             return False
         if answer.ends_with(text, without):

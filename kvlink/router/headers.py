@@ -10,19 +10,13 @@ from multidict import CIMultiDict, MultiMapping
 REQUEST_ID: Final = "X-Request-Id"
 ENCODING: Final = "Content-Encoding"
 
-_HOP_BY_HOP = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
+_HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+} | {"te", "trailer", "transfer-encoding", "upgrade"}
 # The client of HTTP writes these itself. Servers are asked for plain answers, because the router reads some.
 _OF_THE_CONNECTION = frozenset(("accept-encoding", "content-length", "expect", "host"))
 
@@ -32,8 +26,7 @@ def end_to_end(headers: MultiMapping[str]) -> CIMultiDict[str]:
 
     It leaves out what cannot be sent again: values that are not UTF-8.
     """
-    options = (value for value in headers.getall("Connection", []))
-    named = {name.strip().lower() for value in options for name in value.split(",")}
+    named = {name.strip().lower() for name in ",".join(headers.getall("Connection", [])).split(",")}
     dropped = _HOP_BY_HOP | _OF_THE_CONNECTION | named
     return CIMultiDict(
         (name, value) for name, value in headers.items() if name.lower() not in dropped and _is_text(value)

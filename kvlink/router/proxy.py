@@ -22,7 +22,7 @@ from kvlink.router.counts import Counts
 from kvlink.router.headers import ENCODING, REQUEST_ID, end_to_end
 from kvlink.router.resuming import Resuming
 from kvlink.router.retries import NotServed, OwnLimit, Tries
-from kvlink.router.upstream import Upstream
+from kvlink.router.upstream import Sent, Upstream
 from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
@@ -89,11 +89,9 @@ class Proxy:
             except TooDeep as error:
                 return replies.error(400, f"the request body cannot be passed on: {error}")
             tries = Tries(headers[REQUEST_ID], request.method in _HARMLESS or request.path in _COMPUTE_ONLY)
-            path = request.rel_url.raw_path_qs
+            sent = Sent(request.rel_url.raw_path_qs, content or None, headers, request.method)
             async with AsyncExitStack() as stack:
-                _, answer, rest = await self._answering.pass_through(
-                    stack, request.method, path, content, headers, tries
-                )
+                _, answer, rest = await self._answering.pass_through(stack, sent, tries)
                 return await replies.passed_on(request, headers[REQUEST_ID], answer, rest)
 
         return await self._handled(request, answered)

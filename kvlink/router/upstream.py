@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aiohttp import (
     ClientConnectorError,
@@ -36,6 +36,15 @@ _PROBE_EVERY_S = 2.0
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
 T = TypeVar("T")
+
+
+class Sent(NamedTuple):
+    """A request as a server gets it. A body that is a dict is written as JSON."""
+
+    path: str
+    body: Body | bytes | None
+    headers: Mapping[str, str]
+    method: str = "POST"
 
 
 class Upstream:
@@ -102,48 +111,33 @@ class Upstream:
                 self._counts["prefill_retried" if self.role == "prefill" else "decode_retried"] += 1
         raise tries.last(self.role)
 
-    async def ask(
-        self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
-    ) -> Answer:
+    async def ask(self, url: str, sent: Sent) -> Answer:
         """Returns the whole answer of this server, whose status is final. Raises NotServed."""
-        async with self._open(method, url, path, body, headers) as response:
+        async with self._open(url, sent) as response:
             return Answer(response.status, response.headers, await self._read(url, response, whole=True))
 
     @asynccontextmanager
-    async def stream(
-        self, url: str, path: str, body: Body | bytes | None, headers: Mapping[str, str], method: str = "POST"
-    ) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
+    async def stream(self, url: str, sent: Sent) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
         """Yields an answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
 
         Leaving the context early closes the connection, upon which the server aborts the request.
         """
-        async with self._open(method, url, path, body, headers) as response:
+        async with self._open(url, sent) as response:
             begin = await self._read(url, response, whole=False)
             yield Answer(response.status, response.headers, begin), response.content.iter_any()
 
     @asynccontextmanager
-    async def _open(
-        self,
-        method: str,
-        url: str,
-        path: str,
-        body: Body | bytes | None,
-        headers: Mapping[str, str] | None,
-    ) -> AsyncIterator[ClientResponse]:
-        sent = CIMultiDict(headers or {})
+    async def _open(self, url: str, sent: Sent) -> AsyncIterator[ClientResponse]:
+        headers, body = CIMultiDict(sent.headers), sent.body
         if isinstance(body, dict):
-            sent["Content-Type"], body = "application/json", encoded(body)
+            headers["Content-Type"], body = "application/json", encoded(body)
         self.running[url] += 1
         try:
             try:
                 response = await self._session.request(
-                    method,
-                    URL(url + path, encoded=True),
-                    data=body,
-                    headers=sent,
-                    timeout=_PATIENT,
+                    sent.method, URL(url + sent.path, encoded=True), data=body, headers=headers, timeout=_PATIENT,
                     allow_redirects=False,
-                )
+                )  # fmt: skip
             except BROKEN as error:
                 raise own_limit(error) or self._not_connected(url, error) from error
             try:

@@ -138,7 +138,7 @@ def test_no_body_makes_a_function_raise(body: dict[str, Any], answer: dict[str, 
         ticket = chats.ticket_for(body, given_headers)
         asked = [
             bodies.prefill_body(body, "s", "t", ticket),
-            bodies.following_body(body, "s", "t", "a"),
+            bodies.asking_for_a_ticket(bodies.following_body(body, "s", "t"), "a"),
             bodies.decode_body(body, handoff),
             bodies.asking_for_a_ticket(bodies.decode_body(body, handoff), "a"),
         ]
