@@ -71,6 +71,7 @@ def router(
     import asyncio
 
     try:
+        from kvlink.router.answering import Options
         from kvlink.router.serving import serve
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("aiohttp"):
@@ -88,10 +89,7 @@ def router(
             base_urls(decode),
             host,
             port,
-            recompute,
-            streaming_from,
-            bidirectional,
-            migrate,
+            Options(recompute, streaming_from, bidirectional, migrate),
             lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )

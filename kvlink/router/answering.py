@@ -70,25 +70,29 @@ class Opened(NamedTuple):
     rest: AsyncIterator[bytes]
 
 
-class Answering:
-    """Asks both sides. The parameters are those of Proxy."""
+class Options(NamedTuple):
+    """What the router may do."""
 
-    def __init__(
-        self,
-        prefill: Upstream,
-        decode: Upstream,
-        counts: Counts,
-        recompute: bool,
-        streaming_from: int | None,
-        chats: Chats | None,
-    ) -> None:
+    recompute: bool = True
+    """Decode computes prompts if no prefill server is up. Otherwise the answer is HTTP 503."""
+    streaming_from: int | None = None
+    """Prompts of so many tokens go to decode while prefill still computes. Prefill may raise that. None: none do."""
+    bidirectional: bool = False
+    """Prefill gets the ticket of the chat's last answer."""
+    migrate: bool = False
+    """Streamed answers go on at another decode server if theirs drains or breaks off."""
+
+
+class Answering:
+    """Asks both sides."""
+
+    def __init__(self, prefill: Upstream, decode: Upstream, counts: Counts, options: Options) -> None:
         self._prefill = prefill
         self._decode = decode
         self._counts = counts
-        self._recompute = recompute
-        self._streaming_from = streaming_from
+        self._options = options
         self._advised_from = 0
-        self._chats = chats
+        self.chats = Chats() if options.bidirectional else None
 
     async def open_any(
         self,
@@ -145,11 +149,9 @@ class Answering:
         return Opened(url, *await stack.enter_async_context(answering))
 
     def _streams(self, body: Body) -> bool:
-        return (
-            self._streaming_from is not None
-            and one_handoff_suffices(body)
-            and bodies.num_tokens(body) >= max(self._streaming_from, self._advised_from)
-        )
+        least = self._options.streaming_from
+        is_suited = least is not None and one_handoff_suffices(body)
+        return is_suited and bodies.num_tokens(body) >= max(least or 0, self._advised_from)
 
     @asynccontextmanager
     async def _following(self, url: str, asked: Asked, tries: Tries) -> AsyncIterator[Opened | Body | None]:
@@ -185,7 +187,7 @@ class Answering:
         if not one_handoff_suffices(body):
             self._counts["not_suited"] += 1
             return None
-        ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
+        ticket = self.chats.ticket_for(body, headers) if self.chats is not None else None
         self._counts["tickets_sent"] += ticket is not None
         prefilling = bodies.prefill_body(body, stream, headers.get(HEADER, ""), ticket)
         try:
@@ -194,7 +196,7 @@ class Answering:
         except OwnLimit:
             raise
         except NotServed as error:
-            if not self._recompute:
+            if not self._options.recompute:
                 raise NoPrefill(error) from error
             self._counts["without_prefill"] += 1
             return None

@@ -14,9 +14,8 @@ from multidict import CIMultiDict
 
 from kvlink import tracing
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoPrefill, Refused
+from kvlink.router.answering import Answering, Asked, NoPrefill, Options, Refused
 from kvlink.router.bodies import Body, TooDeep, named_ticket, parsed, without_handoff
-from kvlink.router.chats import Chats
 from kvlink.router.continuation import can_continue
 from kvlink.router.counts import Counts
 from kvlink.router.headers import ENCODING, REQUEST_ID, end_to_end
@@ -35,31 +34,13 @@ Answered = Callable[[bytes, CIMultiDict[str]], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
-    """The request handlers for aiohttp.
+    """The request handlers for aiohttp."""
 
-    With `recompute`, decode computes prompts if no prefill server is up; otherwise the answer is 503. Prompts of at
-    least `streaming_from` tokens are sent to decode while prefill still computes; None never does that. Prefill servers
-    may raise that number by their answers. `chats` keep the tickets of decode's answers for prefill; None keeps none.
-    With `migrate`, streamed answers go on at another decode server if theirs drains or breaks off.
-    """
-
-    def __init__(
-        self,
-        prefill: Upstream,
-        decode: Upstream,
-        counts: Counts,
-        recompute: bool = True,
-        streaming_from: int | None = None,
-        chats: Chats | None = None,
-        migrate: bool = False,
-    ) -> None:
+    def __init__(self, prefill: Upstream, decode: Upstream, counts: Counts, options: Options) -> None:
         self.counts = counts
-        self._prefill = prefill
-        self._decode = decode
-        self._recompute = recompute
-        self._chats = chats
-        self._answering = Answering(prefill, decode, self.counts, recompute, streaming_from, chats)
-        self._resuming = Resuming(self._answering, decode, self.counts) if migrate else None
+        self._sides = prefill, decode
+        self._options = options
+        self._answering = Answering(prefill, decode, counts, options)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Handles a request whose prompt prefill computes. It is cancelled when the client disconnects."""
@@ -144,18 +125,19 @@ class Proxy:
     async def _complete(
         self, request: web.Request, body: Body, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        answer_as = uuid.uuid4().hex if self._chats is not None else ""
+        answer_as = uuid.uuid4().hex if self._answering.chats is not None else ""
         asked = Asked(request.path, body, headers, answer_as)
         keep, named = self._keeping(asked)
-        if self._resuming is not None and can_continue(request.path, body):
-            return await self._resuming.stream(request, asked, keep, named)
+        if self._options.migrate and can_continue(request.path, body):
+            resuming = Resuming(self._answering, self._sides[1], self.counts, asked)
+            return await resuming.stream(request, keep, named)
         async with AsyncExitStack() as stack:
             _, answer, rest = await self._answering.open_any(stack, asked, Tries(asked.request_id))
             return await replies.passed_on(request, asked.request_id, answer, rest, keep, named)
 
     def _keeping(self, asked: Asked) -> tuple[replies.Keep | None, Body | None]:
         """Returns what keeps a ticket for the chat's next turn, and the ticket of an answer that carries none."""
-        chats = self._chats
+        chats = self._answering.chats
         if chats is None or not asked.answer_as:
             return None, None
 
@@ -169,9 +151,9 @@ class Proxy:
         now_s = time.monotonic()
         up = {
             side.role: [url for url in side.ring.urls if side.ring.available(url, now_s)]
-            for side in (self._prefill, self._decode)
+            for side in self._sides
         }
-        serves = up["decode"] and (up["prefill"] or self._recompute)
+        serves = up["decode"] and (up["prefill"] or self._options.recompute)
         return web.json_response(up, status=200 if serves else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

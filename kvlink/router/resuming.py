@@ -48,23 +48,30 @@ class _End(Enum):
 
 
 class Resuming:
-    """Streams the answers to requests that `can_continue`."""
+    """Streams the answer to one request that `can_continue`."""
 
-    def __init__(self, answering: Answering, decode: Upstream, counts: Counts) -> None:
+    def __init__(self, answering: Answering, decode: Upstream, counts: Counts, asked: Asked) -> None:
         self._answering = answering
         self._decode = decode
         self._counts = counts
+        self._asked = asked
+        self._answer = StreamedAnswer(asked.path, asked.body)
+        self._stack = AsyncExitStack()
+        """The connection to the server that gives the answer."""
+        self._number = 0
+        self._failed: set[str] = set()
+        """The servers that failed since the last token came."""
 
     async def stream(
-        self, request: web.Request, asked: Asked, keep: replies.Keep | None, named: Body | None
+        self, request: web.Request, keep: replies.Keep | None, named: Body | None
     ) -> web.StreamResponse:
         """Streams the answer. `keep` and `named` are those of `passed_on`. Raises what `open_any` raises.
 
         If nobody can continue an answer, the client gets the last server's error, or the connection is aborted, so that
         the answer does not look complete.
         """
-        answer = StreamedAnswer(asked.path, asked.body)
-        async with AsyncExitStack() as stack:
+        answer, asked = self._answer, self._asked
+        async with self._stack as stack:
             with_tokens = asked._replace(body=answer.first_request())
             first = await self._answering.open_any(stack, with_tokens, Tries(asked.request_id))
             if not _is_stream(first):
@@ -73,7 +80,7 @@ class Resuming:
                 )
             response = await replies.begun(request, first.answer)
             try:
-                if await self._stream(response, answer, asked, first, stack):
+                if await self._stream(response, first):
                     if keep is not None and named is not None and answer.is_finished:
                         keep(named)
                     await response.write_eof()
@@ -89,46 +96,32 @@ class Resuming:
         replies.abort(request)
         return response
 
-    async def _stream(
-        self,
-        response: web.StreamResponse,
-        answer: StreamedAnswer,
-        asked: Asked,
-        opened: Opened,
-        stack: AsyncExitStack,
-    ) -> bool:
-        """Returns whether the answer was completed. `stack` has the connection to the server that gives it."""
-        number, without_progress, failed = 0, 0, set[str]()
-        while True:
+    async def _stream(self, response: web.StreamResponse, opened: Opened | None) -> bool:
+        """Returns whether the answer was completed."""
+        answer, without_progress = self._answer, 0
+        while opened is not None:
             before = answer.num_tokens
-            async with Move(self._decode, opened.url, answer, asked, self._counts) as move:
-                end = await self._pass_on(response, answer, opened, move)
-            await stack.aclose()  # the server aborts what was not complete
+            async with Move(self._decode, opened.url, answer, self._asked, self._counts) as move:
+                end = await self._pass_on(response, opened, move)
+            await self._stack.aclose()  # the server aborts what was not complete
             if end is _End.COMPLETE:
                 return True
-            number += 1
+            self._number += 1
             if answer.num_tokens > before:
-                without_progress, failed = 0, set()
-            following = None
-            if end is _End.MOVES:
-                following = await self._moved(stack, _rest_of(asked, answer, number), move.target)
-            else:
+                without_progress = 0
+                self._failed.clear()
+            if end is _End.BROKEN:
                 without_progress += 1
-                failed.add(opened.url)
-            if following is None:
-                if without_progress > _MOST_WITHOUT_PROGRESS or not answer.can_be_continued:
-                    return False
-                following = await self._resumed(stack, asked, answer, number, failed)
-            if following is None:
-                return False
-            opened = following
+                self._failed.add(opened.url)
+            opened = await self._moved(move.target) if end is _End.MOVES else None
+            if opened is None and without_progress <= _MOST_WITHOUT_PROGRESS and answer.can_be_continued:
+                opened = await self._resumed()
+        return False
 
-    async def _pass_on(
-        self, response: web.StreamResponse, answer: StreamedAnswer, opened: Opened, move: Move
-    ) -> _End:
-        events = ServerEvents()
+    async def _pass_on(self, response: web.StreamResponse, opened: Opened, move: Move) -> _End:
+        events, answer = ServerEvents(), self._answer
         try:
-            async for piece in self._pieces(opened, answer):
+            async for piece in self._pieces(opened):
                 output = bytearray()
                 end = await _handled(output, events.feed(piece), answer, move)
                 if output:
@@ -139,115 +132,97 @@ class Resuming:
                 await response.write(events.rest)
                 return _End.COMPLETE
         except BrokenOff as error:
-            _log.warning(
-                "an answer broke off request=%s server=%s tokens=%d error=%s",
-                move.request_id,
-                opened.url,
-                answer.num_tokens,
-                error,
-            )
+            about = "an answer broke off request=%s server=%s tokens=%d error=%s"
+            _log.warning(about, move.request_id, opened.url, answer.num_tokens, error)
         if not answer.is_finished:
             return _End.BROKEN
         usage = answer.missing_usage()
         await response.write((event_of(usage) if usage else b"") + DONE)
         return _End.COMPLETE
 
-    async def _pieces(self, opened: Opened, answer: StreamedAnswer) -> AsyncIterator[bytes]:
+    async def _pieces(self, opened: Opened) -> AsyncIterator[bytes]:
         """Yields the body of an answer. Raises BrokenOff if the connection breaks, or if the server hangs."""
         piece: bytes | None = opened.answer.begin
         while piece is not None:
             yield piece
-            piece = await self._next_piece(opened, answer)
+            try:
+                piece = await asyncio.wait_for(anext(opened.rest, None), _CHECK_AFTER_S)
+            except BROKEN as error:
+                is_late = isinstance(error, asyncio.TimeoutError)
+                answers = self._decode.ring.answers(opened.url)
+                if not is_late or (self._answer.can_be_continued and not answers):
+                    self._decode.broke_off(opened.url)
+                    raise BrokenOff(f"{type(error).__name__}: {error}") from error
+                piece = b""
 
-    async def _next_piece(self, opened: Opened, answer: StreamedAnswer) -> bytes | None:
-        """Returns None at the end, and nothing if nothing came in a while."""
-        try:
-            return await asyncio.wait_for(anext(opened.rest, None), _CHECK_AFTER_S)
-        except BROKEN as error:
-            is_late = isinstance(error, asyncio.TimeoutError)
-            if is_late and (self._decode.ring.answers(opened.url) or not answer.can_be_continued):
-                return b""
-            self._decode.broke_off(opened.url)
-            raise BrokenOff(f"{type(error).__name__}: {error}") from error
-
-    async def _moved(self, stack: AsyncExitStack, asked: Asked, target: str) -> Opened | None:
+    async def _moved(self, target: str) -> Opened | None:
         """Returns the rest of the answer from the server that has copied it, or None."""
+        asked = self._rest()
         try:
-            opened = await self._answering.open_at(stack, target, asked)
+            opened = await self._answering.open_at(self._stack, target, asked)
         except NotServed:
             return None
         if not _is_stream(opened):
-            await stack.aclose()
+            await self._stack.aclose()
             return None
         self._counts["moved"] += 1
         _log.info("an answer moved request=%s server=%s", asked.request_id, target)
         return opened
 
-    async def _resumed(
-        self, stack: AsyncExitStack, asked: Asked, answer: StreamedAnswer, number: int, failed: set[str]
-    ) -> Opened | None:
+    async def _resumed(self) -> Opened | None:
         """Returns the rest of the answer from any server, or None if none gives it in time, or one refuses.
 
-        Servers that drain come last. Those in `failed` are asked again after a wait.
+        Servers that drain come last. Those that failed are asked again after a wait.
         """
-        draining, waited_s, tries = False, 0.0, Tries(asked.request_id)
+        draining, waited_s, tries = False, 0.0, Tries(self._asked.request_id)
         while tries.may_ask(self._decode.role):
             try:
-                opened = await self._opened(stack, asked, answer, number, failed, draining, tries)
+                opened = await self._opened(draining, tries)
             except (NoPrefill, NotServed, asyncio.TimeoutError):
                 opened = None
             except BrokenOff:
                 return None
             if opened is not None:
                 self._counts["resumed"] += 1
-                _log.info("an answer goes on request=%s server=%s", asked.request_id, opened.url)
+                _log.info("an answer goes on request=%s server=%s", self._asked.request_id, opened.url)
                 return opened
-            await stack.aclose()
+            await self._stack.aclose()
             if draining:
                 if waited_s >= _NO_SERVER_S:
                     return None
                 await asyncio.sleep(_RETRY_S)
                 waited_s += _RETRY_S
-                failed.clear()
+                self._failed.clear()
             draining = True
         return None
 
-    async def _opened(
-        self,
-        stack: AsyncExitStack,
-        asked: Asked,
-        answer: StreamedAnswer,
-        number: int,
-        failed: set[str],
-        draining: bool,
-        tries: Tries,
-    ) -> Opened | None:
+    async def _opened(self, draining: bool, tries: Tries) -> Opened | None:
         """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoPrefill."""
-        url = self._decode.ring.choose(time.monotonic(), failed, draining)
+        url = self._decode.ring.choose(time.monotonic(), self._failed, draining)
         if url is None:
             return None
-        failed.add(url)
+        self._failed.add(url)
         try:
-            checking = can_continue_here(self._decode, url, answer, asked.headers)
+            checking = can_continue_here(self._decode, url, self._answer, self._asked.headers)
             can_continue = await asyncio.wait_for(checking, CHECK_S)
         except NotServed as error:
             tries.failed(self._decode.role, error)
             raise
         if not can_continue:
             raise BrokenOff("its text does not end with a token")
-        rest = _rest_of(asked, answer, number)
         try:
-            opened = await self._answering.open_any(stack, rest, tries, failed, draining, url)
+            opened = await self._answering.open_any(
+                self._stack, self._rest(), tries, self._failed, draining, url
+            )
         except Refused as refused:
             raise BrokenOff(str(refused)) from refused
         if not _is_stream(opened):
             raise BrokenOff(f"a server answered {opened.answer.status}")
         return opened
 
-
-def _rest_of(asked: Asked, answer: StreamedAnswer, number: int) -> Asked:
-    path, body = answer.begin_continuation()
-    return asked._replace(path=path, body=body).named(str(number))
+    def _rest(self) -> Asked:
+        path, body = self._answer.begin_continuation()
+        return self._asked._replace(path=path, body=body).named(str(self._number))
 
 
 async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswer, move: Move) -> _End | None:

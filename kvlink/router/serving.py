@@ -14,8 +14,8 @@ from functools import partial
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector, web
 
 from kvlink.errors import KVLinkError
+from kvlink.router.answering import Options
 from kvlink.router.bodies import MOST_PARSED
-from kvlink.router.chats import Chats
 from kvlink.router.choice import Ring
 from kvlink.router.control_socket import listen
 from kvlink.router.counts import Counts
@@ -28,6 +28,7 @@ _log = logging.getLogger("kvlink.router")
 _MOST_BODY_BYTES = MOST_PARSED  # long prompts as token ids, or images in a chat
 _HANDED_OFF = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 _END_S = 5.0
+_USUAL = Options()
 
 
 async def serve(
@@ -35,10 +36,7 @@ async def serve(
     decode: Sequence[str],
     host: str,
     port: int,
-    recompute: bool,
-    streaming_from: int | None,
-    bidirectional: bool,
-    migrate: bool,
+    options: Options,
     on_ready: Callable[[str], None],
 ) -> None:
     """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError if it cannot listen."""
@@ -47,8 +45,7 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    routed = routing(prefill, decode, host, port, recompute, streaming_from, bidirectional, migrate, True)
-    async with routed as address:
+    async with routing(prefill, decode, host, port, options, control=True) as address:
         _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
         await stop.wait()
@@ -60,16 +57,12 @@ async def routing(
     decode: Sequence[str],
     host: str = "127.0.0.1",
     port: int = 0,
-    recompute: bool = True,
-    streaming_from: int | None = None,
-    bidirectional: bool = False,
-    migrate: bool = False,
+    options: Options = _USUAL,
     control: bool = False,
 ) -> AsyncIterator[str]:
     """Routes between servers, given by their base URLs, and yields its own URL.
 
-    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn. With
-    `bidirectional`, prefill gets the ticket of the chat's last answer. The other parameters are those of Proxy.
+    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn.
     """
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
     # looks like a server that died with it. No client gets another one's cookies, and nothing is inflated.
@@ -86,9 +79,8 @@ async def routing(
             Upstream("prefill", Ring(prefill), session, counts),
             Upstream("decode", Ring(decode), session, counts),
         )
-        chats = Chats() if bidirectional else None
         runner = web.AppRunner(
-            _application(Proxy(*sides, counts, recompute, streaming_from, chats, migrate)),
+            _application(Proxy(*sides, counts, options)),
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             auto_decompress=False,

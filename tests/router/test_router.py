@@ -18,6 +18,7 @@ from fake_engine import HANDOFF, FakeEngine, events
 
 from kvlink.backoff import Backoff
 from kvlink.router import choice, serving, upstream
+from kvlink.router.answering import Options
 from kvlink.router.choice import Ring
 from kvlink.router.serving import routing
 from kvlink.runtime.supervised import failures
@@ -49,11 +50,8 @@ class Place:
         router = routing(
             [p.url for p in self.prefill],
             [d.url for d in self.decode],
-            recompute=recompute,
-            streaming_from=streaming_from,
+            options=Options(recompute, streaming_from, bidirectional, migrate),
             control=control,
-            bidirectional=bidirectional,
-            migrate=migrate,
         )
         self.url = await self._stack.enter_async_context(router)
         self.client = await self._stack.enter_async_context(ClientSession(self.url))
@@ -293,7 +291,7 @@ async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
 
 async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> None:
     ready = asyncio.Event()
-    serve = serving.serve([], [], "127.0.0.1", 0, True, None, False, False, lambda url: ready.set())
+    serve = serving.serve([], [], "127.0.0.1", 0, Options(), lambda url: ready.set())
     running = asyncio.create_task(serve)
     await ready.wait()
     running.cancel()
