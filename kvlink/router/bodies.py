@@ -14,13 +14,8 @@ Body: TypeAlias = dict[str, Any]
 
 HANDOFF = "kv_transfer_params"
 _ASK: Body = {"do_remote_decode": True, "do_remote_prefill": False}
-_ASK_FOR_A_HANDOFF: Body = {
-    **_ASK,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+_ASK_FOR_A_HANDOFF: Body = _ASK | dict.fromkeys(_REMOTE)
 _STREAM = "kvlink_stream"
 """The name under which a server with kvlink announces a running prefill, and another one follows it."""
 _ANNOUNCED = "kvlink_announced"

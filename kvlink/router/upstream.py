@@ -139,7 +139,8 @@ class Upstream:
                     allow_redirects=False,
                 )  # fmt: skip
             except BROKEN as error:
-                raise own_limit(error) or self._not_connected(url, error) from error
+                unseen = isinstance(error, (ClientConnectorError, ConnectionTimeoutError))
+                raise own_limit(error) or self._gone(url, error, untouched=unseen) from error
             try:
                 yield response
             finally:
@@ -163,14 +164,9 @@ class Upstream:
             raise NotServed(f"{self.role} {url}: answered {status}", untouched=False, answer=answer)
         return body
 
-    def _not_connected(self, url: str, error: Exception) -> NotServed:
-        if isinstance(error, ConnectionTimeoutError):
-            self.broke_off(url)
-            return NotServed(f"{self.role} {url}: no connection in time", untouched=True)
-        return self._gone(url, error, untouched=isinstance(error, ClientConnectorError))
-
     def _gone(self, url: str, error: Exception, untouched: bool) -> NotServed:
-        self.ring.failed(url, time.monotonic(), gone=untouched)
+        is_slow = isinstance(error, ConnectionTimeoutError)  # it may have many connections to accept
+        self.ring.failed(url, time.monotonic(), gone=untouched and not is_slow)
         return NotServed(f"{self.role} {url}: {type(error).__name__}: {error}", untouched)
 
     async def probe_for_ever(self, url: str) -> None:
