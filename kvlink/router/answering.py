@@ -17,7 +17,7 @@ from kvlink.router.bodies import Body, asking_for_a_ticket, decode_body, one_han
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
 from kvlink.router.headers import REQUEST_ID
-from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries
+from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final
 from kvlink.router.upstream import Sent, Upstream
 from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
@@ -25,20 +25,14 @@ from kvlink.tracing import HEADER
 _log = logging.getLogger("kvlink.router")
 
 
-class Refused(Exception):
-    """Prefill answered with an error about the request. Decode would refuse it too, so the client gets that answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(f"prefill answered {answer.status}")
-        self.answer = answer
-
-
-class NoPrefill(Exception):
-    """No prefill server answered, and decode must not compute prompts. `last` is the last one's failure."""
+class NoHandoff(Exception):
+    """The request ends without decode: prefill refused it, or gave no answer and decode must not compute prompts."""
 
     def __init__(self, last: NotServed) -> None:
         super().__init__(str(last))
         self.last = last
+        self.is_refusal = last.answer is not None and is_final(last.answer.status)
+        """Whether decode would refuse it too."""
 
 
 class Asked(NamedTuple):
@@ -71,7 +65,7 @@ class Opened(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the router may do."""
+    """The behaviour that an operator chooses."""
 
     recompute: bool = True
     """Decode computes prompts if no prefill server is up. Otherwise the answer is HTTP 503."""
@@ -103,7 +97,7 @@ class Answering:
         draining: bool = False,
         first: str = "",
     ) -> Opened:
-        """Returns the answer of the first decode server that begins one. Raises NotServed, NoPrefill and Refused.
+        """Returns the answer of the first decode server that begins one. Raises NotServed and NoHandoff.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
         The other parameters are those of Upstream.first.
@@ -182,7 +176,7 @@ class Answering:
             yield came
 
     async def _hand_off(self, asked: Asked, tries: Tries, stream: str = "") -> Body | None:
-        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
+        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoHandoff."""
         path, body, headers, _ = asked
         if not one_handoff_suffices(body):
             self._counts["not_suited"] += 1
@@ -197,14 +191,14 @@ class Answering:
             raise
         except NotServed as error:
             if not self._options.recompute:
-                raise NoPrefill(error) from error
+                raise NoHandoff(error) from error
             self._counts["without_prefill"] += 1
             return None
         return self._handoff_in(answer, headers)
 
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
         if answer.status >= 400:
-            raise Refused(answer)
+            raise NoHandoff(NotServed(f"prefill answered {answer.status}", untouched=False, answer=answer))
         handoff = bodies.handoff_of(bodies.object_in(answer.begin)) if answer.status == 200 else None
         self._advised_from = bodies.streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1

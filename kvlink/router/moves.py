@@ -7,7 +7,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from types import TracebackType
 
 from kvlink.router.answering import Asked
 from kvlink.router.copying import can_continue_here, copy_ahead
@@ -47,9 +46,7 @@ class Move:
         self._preparing = start_loop("router move", self._prepare)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._preparing.cancel()
         await asyncio.gather(self._preparing, return_exceptions=True)
 

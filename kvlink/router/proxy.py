@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 
 from aiohttp import web
@@ -14,7 +13,7 @@ from multidict import CIMultiDict
 
 from kvlink import tracing
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoPrefill, Options, Refused
+from kvlink.router.answering import Answering, Asked, NoHandoff, Options
 from kvlink.router.bodies import Body, TooDeep, named_ticket, parsed, without_handoff
 from kvlink.router.continuation import can_continue
 from kvlink.router.counts import Counts
@@ -26,11 +25,10 @@ from kvlink.tracing import HEADER, Kind, TraceParent
 
 _log = logging.getLogger("kvlink.router")
 
+_HANDED_OFF = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 _HARMLESS = frozenset(("GET", "HEAD", "OPTIONS"))
 _COMPUTE_ONLY = frozenset(("/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/count_tokens"))
 """Paths that only compute an answer, so that a request may be repeated."""
-
-Answered = Callable[[bytes, CIMultiDict[str]], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -42,42 +40,8 @@ class Proxy:
         self._options = options
         self._answering = Answering(prefill, decode, counts, options)
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Handles a request whose prompt prefill computes. It is cancelled when the client disconnects."""
-
-        async def answered(content: bytes, headers: CIMultiDict[str]) -> web.StreamResponse:
-            if headers.pop(ENCODING, "identity") != "identity":
-                return replies.error(
-                    415, "the router takes no compressed body; send it without Content-Encoding"
-                )
-            headers.popall("Content-Type", None)
-            try:
-                body = parsed(content)
-            except ValueError as error:
-                return replies.error(400, f"the request body is not JSON for this router: {error}")
-            if not isinstance(body, dict):
-                return replies.error(400, "the request body is not a JSON object")
-            return await self._complete(request, body, headers)
-
-        return await self._handled(request, answered)
-
-    async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """Handles all other requests: a decode server answers them alone."""
-
-        async def answered(content: bytes, headers: CIMultiDict[str]) -> web.StreamResponse:
-            try:
-                content = without_handoff(content)
-            except TooDeep as error:
-                return replies.error(400, f"the request body cannot be passed on: {error}")
-            tries = Tries(headers[REQUEST_ID], request.method in _HARMLESS or request.path in _COMPUTE_ONLY)
-            sent = Sent(request.rel_url.raw_path_qs, content or None, headers, request.method)
-            async with AsyncExitStack() as stack:
-                _, answer, rest = await self._answering.pass_through(stack, sent, tries)
-                return await replies.passed_on(request, headers[REQUEST_ID], answer, rest)
-
-        return await self._handled(request, answered)
-
-    async def _handled(self, request: web.Request, answered: Answered) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Handles a request of a client. It is cancelled when the client disconnects."""
         try:
             content = await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -91,40 +55,58 @@ class Proxy:
         about = {"kvlink.request_id": headers[REQUEST_ID]}
         with tracing.span(f"{request.method} {request.path}", Kind.SERVER, parent, about) as span:
             if span is None:
-                return await self._answered(answered(content, headers), headers[REQUEST_ID])
+                return await self._answered(request, content, headers)
             headers[HEADER] = str(span.context)
             if parent is None:  # a trace that begins here does not use another trace's state
                 headers.popall("tracestate", None)
-            answer = await self._answered(answered(content, headers), headers[REQUEST_ID])
+            answer = await self._answered(request, content, headers)
             span.set({"http.response.status_code": answer.status})
             if answer.status >= 500:
                 span.fail(f"answered {answer.status}")
             return answer
 
-    async def _answered(self, answer: Awaitable[web.StreamResponse], request_id: str) -> web.StreamResponse:
+    async def _answered(
+        self, request: web.Request, content: bytes, headers: CIMultiDict[str]
+    ) -> web.StreamResponse:
+        is_handed_off = request.method == "POST" and request.path in _HANDED_OFF
         try:
-            return await answer
-        except Refused as refused:
-            return replies.whole(refused.answer)
-        except OwnLimit as own:
-            self.counts["own_limit"] += 1
-            _log.warning("refused request=%s error=%s", request_id, own)
-            return replies.error(503, str(own))
-        except (NotServed, NoPrefill) as nobody:
-            last = nobody.last if isinstance(nobody, NoPrefill) else nobody
-            self.counts["refused"] += 1
-            _log.warning("refused request=%s error=%s", request_id, last)
+            return await (self._complete if is_handed_off else self._pass_through)(request, content, headers)
+        except (NotServed, NoHandoff) as nobody:
+            last = nobody.last if isinstance(nobody, NoHandoff) else nobody
+            if not (isinstance(nobody, NoHandoff) and nobody.is_refusal):
+                self.counts["own_limit" if isinstance(last, OwnLimit) else "refused"] += 1
+                _log.warning("refused request=%s error=%s", headers[REQUEST_ID], last)
             if last.answer is not None:
                 return replies.whole(last.answer)
             if last.untouched:
                 return replies.error(503, str(last))
-            return replies.error(
-                502, f"{last}; no further server is asked, since the request may be the cause"
-            )
+            return replies.error(502, f"{last}; no further server is asked: the request may be the cause")
+
+    async def _pass_through(
+        self, request: web.Request, content: bytes, headers: CIMultiDict[str]
+    ) -> web.StreamResponse:
+        try:
+            content = without_handoff(content)
+        except TooDeep as error:
+            return replies.error(400, f"the request body cannot be passed on: {error}")
+        tries = Tries(headers[REQUEST_ID], request.method in _HARMLESS or request.path in _COMPUTE_ONLY)
+        sent = Sent(request.rel_url.raw_path_qs, content or None, headers, request.method)
+        async with AsyncExitStack() as stack:
+            _, answer, rest = await self._answering.pass_through(stack, sent, tries)
+            return await replies.passed_on(request, headers[REQUEST_ID], answer, rest)
 
     async def _complete(
-        self, request: web.Request, body: Body, headers: Mapping[str, str]
+        self, request: web.Request, content: bytes, headers: CIMultiDict[str]
     ) -> web.StreamResponse:
+        if headers.pop(ENCODING, "identity") != "identity":
+            return replies.error(415, "the router takes no compressed body; send it without Content-Encoding")
+        headers.popall("Content-Type", None)
+        try:
+            body = parsed(content)
+        except ValueError as error:
+            return replies.error(400, f"the request body is not JSON for this router: {error}")
+        if not isinstance(body, dict):
+            return replies.error(400, "the request body is not a JSON object")
         answer_as = uuid.uuid4().hex if self._answering.chats is not None else ""
         asked = Asked(request.path, body, headers, answer_as)
         keep, named = self._keeping(asked)

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from aiohttp import web
 
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoPrefill, Opened, Refused
+from kvlink.router.answering import Answering, Asked, NoHandoff, Opened
 from kvlink.router.bodies import Body
 from kvlink.router.copying import can_continue_here
 from kvlink.router.counts import Counts
@@ -178,7 +178,7 @@ class Resuming:
         while tries.may_ask(self._decode.role):
             try:
                 opened = await self._opened(draining, tries)
-            except (NoPrefill, NotServed, asyncio.TimeoutError):
+            except (NoHandoff, NotServed, asyncio.TimeoutError):
                 opened = None
             except BrokenOff:
                 return None
@@ -197,7 +197,7 @@ class Resuming:
         return None
 
     async def _opened(self, draining: bool, tries: Tries) -> Opened | None:
-        """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoPrefill."""
+        """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoHandoff."""
         url = self._decode.ring.choose(time.monotonic(), self._failed, draining)
         if url is None:
             return None
@@ -214,8 +214,8 @@ class Resuming:
             opened = await self._answering.open_any(
                 self._stack, self._rest(), tries, self._failed, draining, url
             )
-        except Refused as refused:
-            raise BrokenOff(str(refused)) from refused
+        except NoHandoff as error:
+            raise BrokenOff(str(error)) if error.is_refusal else error from None
         if not _is_stream(opened):
             raise BrokenOff(f"a server answered {opened.answer.status}")
         return opened

@@ -26,7 +26,6 @@ from kvlink.runtime.supervised import start_loop
 _log = logging.getLogger("kvlink.router")
 
 _MOST_BODY_BYTES = MOST_PARSED  # long prompts as token ids, or images in a chat
-_HANDED_OFF = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 _END_S = 5.0
 _USUAL = Options()
 
@@ -88,9 +87,7 @@ async def routing(
         )
         await runner.setup()
         probing = [
-            start_loop("router probe", partial(side.probe_for_ever, url))
-            for side in sides
-            for url in side.ring.urls
+            start_loop("router probe", partial(side.probe, url)) for side in sides for url in side.ring.urls
         ]
         controlled: web.AppRunner | None = None
         try:
@@ -111,10 +108,9 @@ def _application(proxy: Proxy) -> web.Application:
     app = web.Application(client_max_size=_MOST_BODY_BYTES)
     app.add_routes(
         [
-            *(web.post(path, proxy.complete) for path in _HANDED_OFF),
             web.get("/health", proxy.health),
             web.get("/metrics", proxy.metrics),
-            web.route("*", "/{path:.*}", proxy.pass_through),
+            web.route("*", "/{path:.*}", proxy.handle),
         ]
     )
     return app

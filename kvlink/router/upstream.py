@@ -169,27 +169,21 @@ class Upstream:
         self.ring.failed(url, time.monotonic(), gone=untouched and not is_slow)
         return NotServed(f"{self.role} {url}: {type(error).__name__}: {error}", untouched)
 
-    async def probe_for_ever(self, url: str) -> None:
-        """Asks a server again and again whether it is alive."""
-        while True:
-            await self.probe(url)
-            await asyncio.sleep(_PROBE_EVERY_S)
-
     async def probe(self, url: str) -> None:
-        """Asks a server whether it is alive."""
-        try:
-            async with self._session.get(
-                f"{url}/health", timeout=ClientTimeout(_PROBE_S), allow_redirects=False
-            ) as response:
-                alive = response.status == 200
-        except BROKEN as error:
-            if own_limit(error):
-                return
-            alive = False
-        if alive:
-            self.answered(url)
-        else:
-            self.ring.failed(url, time.monotonic())
+        """Asks a server again and again whether it is alive."""
+        timeout = ClientTimeout(_PROBE_S)
+        while True:
+            try:
+                request = self._session.get(f"{url}/health", timeout=timeout, allow_redirects=False)
+                async with request as response:
+                    alive: bool | None = response.status == 200
+            except BROKEN as error:
+                alive = None if own_limit(error) else False
+            if alive:
+                self.answered(url)
+            elif alive is False:
+                self.ring.failed(url, time.monotonic())
+            await asyncio.sleep(_PROBE_EVERY_S)
 
 
 async def _whole(response: ClientResponse) -> bytes:
