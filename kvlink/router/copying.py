@@ -31,21 +31,16 @@ async def copy_ahead(
     for _ in range(_MOST_COPIES):
         before = answer.num_tokens
         path, body = answer.continuation()
-        if not await _copy(servers, source, target, path, prefill_body(body), headers):
+        asked = prefill_body(body)
+        handoff = handoff_of(_value(await servers.ask(source, Sent(path, asked, headers))))
+        if handoff is None:
+            return False
+        pulled = await servers.ask(target, Sent(path, decode_body(asked, handoff), headers))
+        if pulled.status != 200:
             return False
         if answer.num_tokens - before <= _FEW_TOKENS:
             break
     return True
-
-
-async def _copy(
-    servers: Upstream, source: str, target: str, path: str, body: Body, headers: Mapping[str, str]
-) -> bool:
-    handoff = handoff_of(_value(await servers.ask(source, Sent(path, body, headers))))
-    if handoff is None:
-        return False
-    pulled = await servers.ask(target, Sent(path, decode_body(body, handoff), headers))
-    return pulled.status == 200
 
 
 async def can_continue_here(
