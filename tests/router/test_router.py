@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -289,7 +290,11 @@ async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
     assert [engine.asked for engine in (*place.prefill, *place.decode)] == [[], [], [], []]
 
 
-async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_says_that_it_is_a_demo(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[object] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append((kind, both)))
     ready = asyncio.Event()
     serve = serving.serve([], [], "127.0.0.1", 0, Options(), lambda url: ready.set())
     running = asyncio.create_task(serve)
@@ -299,3 +304,5 @@ async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "this router is a demo, not for production"
     ]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert limits == [(resource.RLIMIT_NOFILE, (most, most))]
