@@ -84,6 +84,8 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 	$(PIP_INSTALL) --group dev
 	touch $@
 
+NEWEST = $(shell sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | tail -n 1)
+
 .PHONY: lint
 lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy, import-linter, clang-format
 	ruff check .
@@ -91,6 +93,7 @@ lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy
 	python tests/luck.py
 	python tests/words.py
 	mypy -p kvlink -p benchmarks -p integrations
+	mypy --python-version $(NEWEST) -p kvlink -p benchmarks -p integrations
 	lint-imports
 	@echo clang-format --dry-run, all C++ files
 	@clang-format --dry-run -Werror $(CPP_FILES)
@@ -162,6 +165,10 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 .PHONY: test-newcomer
 test-newcomer: build release-wheel $(VENV)/.checked ## pages followed literally, with the wheel and an index alone (root)
 	pytest -m newcomer
+
+.PHONY: test-pythons
+test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
+	.ci/pythons python
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine

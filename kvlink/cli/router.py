@@ -62,7 +62,7 @@ def router(
     production.
 
     It is also the reference for the messages between a router and servers with kvlink. Servers take turns. If one is
-    gone, the router asks the next one. It refuses bodies above 256 MiB. It does not balance load, limits neither the
+    gone, the router asks the next one. It refuses bodies above 64 MiB. It does not balance load, limits neither the
     number of requests nor their time, speaks plain HTTP and checks no API key.
 
     For production, use vLLM's router, llm-d, NVIDIA Dynamo or vLLM's production stack. Servers with kvlink run behind
@@ -71,6 +71,7 @@ def router(
     import asyncio
 
     try:
+        from kvlink.router.answering import Options
         from kvlink.router.serving import serve
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("aiohttp"):
@@ -88,10 +89,7 @@ def router(
             base_urls(decode),
             host,
             port,
-            recompute,
-            streaming_from,
-            bidirectional,
-            migrate,
+            Options(recompute, streaming_from, bidirectional, migrate),
             lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )

@@ -3,52 +3,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import NamedTuple
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
 
 from multidict import CIMultiDict
 
-from kvlink.router.bodies import (
-    Body,
-    asking_for_a_ticket,
-    decode_body,
-    handoff_of,
-    num_tokens,
-    object_in,
-    one_handoff_suffices,
-    prefill_body,
-    streams_from,
-)
+from kvlink.router import bodies
+from kvlink.router.bodies import Body, asking_for_a_ticket, decode_body, one_handoff_suffices
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
-from kvlink.router.following import Followed, following
-from kvlink.router.upstream import Answer, NotServed, Upstream
+from kvlink.router.headers import REQUEST_ID
+from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final
+from kvlink.router.upstream import Sent, Upstream
+from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
 
 _log = logging.getLogger("kvlink.router")
 
-REQUEST_ID = "X-Request-Id"
-DECODE_ALONE = ("/v1/responses", "/v1/embeddings")
-"""The paths that decode serves alone.
 
-A response may call tools and refer to others on the same server. An embedding generates no answer.
-"""
+class NoHandoff(Exception):
+    """The request ends without decode: prefill refused it, or gave no answer and decode must not compute prompts."""
 
-
-class Refused(Exception):
-    """Prefill answered with an error about the request. Decode would refuse it too, so the client gets that answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(f"prefill answered {answer.status}")
-        self.answer = answer
-
-
-class NoPrefill(Exception):
-    """No prefill server answered, and decode must not compute prompts."""
+    def __init__(self, last: NotServed) -> None:
+        super().__init__(str(last))
+        self.last = last
+        self.is_refusal = last.answer is not None and is_final(last.answer.status)
+        """Whether decode would refuse it too."""
 
 
 class Asked(NamedTuple):
@@ -80,110 +64,149 @@ class Opened(NamedTuple):
     rest: AsyncIterator[bytes]
 
 
-class Answering:
-    """Asks both sides. The parameters are those of Proxy."""
+class Options(NamedTuple):
+    """The behaviour that an operator chooses."""
 
-    def __init__(
-        self,
-        prefill: Upstream,
-        decode: Upstream,
-        counts: Counts,
-        recompute: bool,
-        streaming_from: int | None,
-        chats: Chats | None,
-    ) -> None:
+    recompute: bool = True
+    """Decode computes prompts if no prefill server is up. Otherwise the answer is HTTP 503."""
+    streaming_from: int | None = None
+    """Prompts of so many tokens go to decode while prefill still computes. Prefill may raise that. None: none do."""
+    bidirectional: bool = False
+    """Prefill gets the ticket of the chat's last answer."""
+    migrate: bool = False
+    """Streamed answers go on at another decode server if theirs drains or breaks off."""
+
+
+class Answering:
+    """Asks both sides."""
+
+    def __init__(self, prefill: Upstream, decode: Upstream, counts: Counts, options: Options) -> None:
         self._prefill = prefill
         self._decode = decode
         self._counts = counts
-        self._recompute = recompute
-        self._streaming_from = streaming_from
+        self._options = options
         self._advised_from = 0
-        self._chats = chats
+        self.chats = Chats() if options.bidirectional else None
 
     async def open_any(
         self,
         stack: AsyncExitStack,
         asked: Asked,
+        tries: Tries,
         without: Collection[str] = (),
         draining: bool = False,
         first: str = "",
     ) -> Opened:
-        """Returns the answer of the first decode server that begins one. Raises NotServed, NoPrefill and Refused.
+        """Returns the answer of the first decode server that begins one. Raises NotServed and NoHandoff.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
-        Servers in `without` are not asked, and those that drain only with `draining`. `first` is asked first. NotServed
-        says whether a server may have begun with the request.
+        The other parameters are those of Upstream.first.
         """
-        tried = list(without)
-        reason, handoff, alone = "no decode server is up", None, asked.path in DECODE_ALONE
-        known, is_untouched = alone, True
-        self._counts["not_suited"] += alone
-        while url := first or self._decode.ring.choose(time.monotonic(), tried, draining):
-            first = ""
-            follows = not known and self._streams(asked.body)
+        handoff, is_known = None, False
+
+        async def ask(url: str) -> Opened:
+            nonlocal handoff, is_known
+            if not is_known and not len(tries) and self._streams(asked.body):
+                here = await stack.enter_async_context(AsyncExitStack())
+                came = await here.enter_async_context(self._following(url, asked, tries))
+                if isinstance(came, Opened):
+                    self._counts["followed"] += 1
+                    return came
+                handoff = came
+                await here.aclose()
+            elif not is_known:
+                handoff = await self._hand_off(asked, tries)
+                if not tries.may_ask(self._decode.role):
+                    raise tries.last(self._prefill.role)
+            is_known = True
             try:
-                if follows:
-                    here = await stack.enter_async_context(AsyncExitStack())
-                    came = await here.enter_async_context(self._following(url, asked))
-                    if isinstance(came, Followed):
-                        self._counts["followed"] += 1
-                        return Opened(url, *came)
-                    handoff = came
-                    await here.aclose()
-                elif not known:
-                    handoff = await self._hand_off(asked)
-                known = True
                 return await self.open_at(stack, url, asked._replace(body=decode_body(asked.body, handoff)))
             except NotServed as error:
-                tried.append(url)
-                reason, known = str(error), alone or (known and error.untouched)
-                is_untouched = is_untouched and error.untouched
-                self._counts["decode_retried"] += 1
-        raise NotServed(reason, is_untouched)
+                is_known = error.untouched
+                raise
+
+        return await self._decode.first(ask, tries, without, draining, first)
+
+    async def pass_through(self, stack: AsyncExitStack, sent: Sent, tries: Tries) -> Opened:
+        """Returns the answer of a decode server to a request that nothing is known of. Raises NotServed."""
+        self._counts["passed_through"] += 1
+
+        async def ask(url: str) -> Opened:
+            return Opened(url, *await stack.enter_async_context(self._decode.stream(url, sent)))
+
+        return await self._decode.first(ask, tries)
 
     async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
         """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
         body = asking_for_a_ticket(asked.body, asked.answer_as) if asked.answer_as else asked.body
-        answering = self._decode.stream(url, asked.path, body, asked.headers)
+        answering = self._decode.stream(url, Sent(asked.path, body, asked.headers))
         return Opened(url, *await stack.enter_async_context(answering))
 
     def _streams(self, body: Body) -> bool:
-        return (
-            self._streaming_from is not None
-            and one_handoff_suffices(body)
-            and num_tokens(body) >= max(self._streaming_from, self._advised_from)
-        )
+        least = self._options.streaming_from
+        is_suited = least is not None and one_handoff_suffices(body)
+        return is_suited and bodies.num_tokens(body) >= max(least or 0, self._advised_from)
 
-    def _following(self, url: str, asked: Asked) -> AbstractAsyncContextManager[Followed | Body | None]:
+    @asynccontextmanager
+    async def _following(self, url: str, asked: Asked, tries: Tries) -> AsyncIterator[Opened | Body | None]:
+        """Asks both sides at once, so that decode pulls blocks while prefill computes. Yields decode's answer.
+
+        It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both
+        requests. Raises what `_hand_off` raises, and decode's NotServed.
+        """
         stream = uuid.uuid4().hex
-        prefill = self._hand_off(asked, stream)
-        path, body, headers, answer_as = asked
-        return following(prefill, self._decode, url, path, body, headers, stream, answer_as)
+        body = bodies.following_body(asked.body, stream, asked.headers.get(HEADER, ""))
+        async with AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(AsyncExitStack())
+            prefilling = start_awaited(self._hand_off(asked, tries, stream))
+            stack.push_async_callback(_end, prefilling)
+            answering = start_awaited(self.open_at(opened, url, asked._replace(body=body)))
+            stack.push_async_callback(_end, answering)
+            await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and not bodies.announced(await prefilling, stream):
+                yield prefilling.result()
+                return
+            try:
+                came: Opened | Body | None = await answering
+            except NotServed as error:
+                if error.answer is None or error.answer.status < 500:
+                    raise
+                tries.failed(self._decode.role, error)
+                came = await prefilling
+            yield came
 
-    async def _hand_off(self, asked: Asked, stream: str = "") -> Body | None:
-        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoPrefill and Refused."""
-        _, body, headers, _ = asked
+    async def _hand_off(self, asked: Asked, tries: Tries, stream: str = "") -> Body | None:
+        """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoHandoff."""
+        path, body, headers, _ = asked
         if not one_handoff_suffices(body):
             self._counts["not_suited"] += 1
             return None
-        ticket = self._chats.ticket_for(body, headers) if self._chats is not None else None
+        ticket = self.chats.ticket_for(body, headers) if self.chats is not None else None
         self._counts["tickets_sent"] += ticket is not None
+        prefilling = bodies.prefill_body(body, stream, headers.get(HEADER, ""), ticket)
         try:
-            prefilling = prefill_body(body, stream, headers.get(HEADER, ""), ticket)
-            answer = await self._prefill.ask_any("POST", asked.path, prefilling, headers)
+            sent = Sent(path, prefilling, headers)
+            answer = await self._prefill.first(lambda url: self._prefill.ask(url, sent), tries)
+        except OwnLimit:
+            raise
         except NotServed as error:
-            if not self._recompute:
-                raise NoPrefill(str(error)) from error
+            if not self._options.recompute:
+                raise NoHandoff(error) from error
             self._counts["without_prefill"] += 1
             return None
         return self._handoff_in(answer, headers)
 
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
-        if answer.status != 200:
-            raise Refused(answer)
-        handoff = handoff_of(object_in(answer.begin))
-        self._advised_from = streams_from(handoff) or self._advised_from
+        if answer.status >= 400:
+            raise NoHandoff(NotServed(f"prefill answered {answer.status}", untouched=False, answer=answer))
+        handoff = bodies.handoff_of(bodies.object_in(answer.begin)) if answer.status == 200 else None
+        self._advised_from = bodies.streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1
         if not handoff:
             _log.warning("prefill gave no handoff, decode computes it request=%s", headers[REQUEST_ID])
         return handoff
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derives the request of each side from the client's request.
 
-The handoff is opaque: it is carried and never read, except for whether decode still needs it.
+The handoff is opaque: it is carried and never read, except for whether decode still needs it. No function raises for
+any body that `parsed` returns.
 """
 
 from __future__ import annotations
@@ -13,13 +14,8 @@ Body: TypeAlias = dict[str, Any]
 
 HANDOFF = "kv_transfer_params"
 _ASK: Body = {"do_remote_decode": True, "do_remote_prefill": False}
-_ASK_FOR_A_HANDOFF: Body = {
-    **_ASK,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+_ASK_FOR_A_HANDOFF: Body = _ASK | dict.fromkeys(_REMOTE)
 _STREAM = "kvlink_stream"
 """The name under which a server with kvlink announces a running prefill, and another one follows it."""
 _ANNOUNCED = "kvlink_announced"
@@ -34,6 +30,9 @@ _SAMPLING = "sampling_params"
 # A request for a single token that is not streamed ignores or refuses these.
 _ONLY_FOR_DECODE = ("stream_options", "min_tokens")
 _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
+MOST_PARSED = 64 << 20
+"""The bytes of the largest body that is parsed, of a client or of a server."""
+_MOST_LEVELS = 200
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
@@ -56,11 +55,10 @@ def _without(body: Body, names: tuple[str, ...]) -> Body:
     return {key: value for key, value in body.items() if key not in names}
 
 
-def following_body(body: Body, stream: str, traceparent: str = "", answer_as: str = "") -> Body:
-    """Returns decode's request while prefill still computes under this name. `answer_as`: see asking_for_a_ticket."""
+def following_body(body: Body, stream: str, traceparent: str = "") -> Body:
+    """Returns decode's request while prefill still computes under this name."""
     asked = {"do_remote_prefill": True, "do_remote_decode": False}
-    following = decode_body(body, asked | _ours(stream, traceparent))
-    return asking_for_a_ticket(following, answer_as) if answer_as else following
+    return decode_body(body, asked | _ours(stream, traceparent))
 
 
 def _ours(stream: str, traceparent: str) -> Body:
@@ -69,7 +67,7 @@ def _ours(stream: str, traceparent: str) -> Body:
 
 def decode_body(body: Body, handoff: Body | None) -> Body:
     """Returns the client's request with the handoff, or without one if decode must compute the prompt itself."""
-    asked = {key: value for key, value in body.items() if key != HANDOFF}
+    asked = _without(body, (HANDOFF,))
     return asked | {HANDOFF: handoff} if handoff else asked
 
 
@@ -87,13 +85,53 @@ def named_ticket(answer_as: str) -> Body:
     return {_ANSWER_OF: answer_as}
 
 
+class TooDeep(ValueError):
+    """A body has more levels than the router can carry."""
+
+
+def parsed(content: bytes) -> Any:
+    """Returns the JSON value in a body, which can be written again. Raises ValueError, of which TooDeep is one."""
+    if len(content) > MOST_PARSED:
+        raise ValueError(f"it exceeds {MOST_PARSED >> 20} MiB")
+    deep = TooDeep(f"it has more than {_MOST_LEVELS} levels")
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise deep from None
+    level: list[Any] = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (
+            part.values() if type(part) is dict else part for part in level if type(part) in (dict, list)
+        )
+        level = [one for parts in inner for one in parts if type(one) in (dict, list)]
+        if not level:
+            return value
+    raise deep
+
+
+def encoded(value: Any) -> bytes:
+    """Returns a body with this JSON value, in ASCII: a lone surrogate has no other form."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def object_in(content: bytes) -> Body | None:
     """Returns the JSON object that a body consists of, or None for anything else."""
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = parsed(content)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def without_handoff(content: bytes) -> bytes:
+    """Returns a body of any kind, without the handoff that only the router may give. Raises TooDeep."""
+    try:
+        value = parsed(content)
+    except TooDeep:
+        raise
+    except ValueError:
+        return content
+    return encoded(_without(value, (HANDOFF,))) if isinstance(value, dict) and HANDOFF in value else content
 
 
 def handoff_of(answer: Any) -> Body | None:
@@ -110,14 +148,14 @@ def announced(handoff: Body | None, stream: str) -> bool:
 def streams_from(handoff: Body | None) -> int | None:
     """Returns the tokens of the shortest prompt that the prefill server announces, or None if it did not say."""
     least = handoff.get(_STREAMS_FROM) if handoff is not None else None
-    return int(least) if isinstance(least, int | float) else None
+    return least if type(least) is int else None
 
 
 def num_tokens(body: Body) -> int:
     """Returns the number of tokens in the prompt, which is an estimate for text. Images do not count."""
     prompt = body.get("token_ids", body.get("prompt"))
     if isinstance(prompt, list):
-        inner = prompt[0] if len(prompt) == 1 else prompt
+        inner = prompt[0] if len(prompt) == 1 and isinstance(prompt[0], list | str) else prompt
         return len(inner) if isinstance(inner, list) else len(inner) // _CHARACTERS_A_TOKEN
     messages = body.get("messages")
     asked = messages if isinstance(messages, list) else [prompt]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvlink.router.bodies import Body
@@ -34,12 +34,9 @@ class Chats:
     """The tickets by chat. The ones that were kept first make room for more. `clock` gives seconds."""
 
     def __init__(
-        self,
-        most: int = _MOST,
-        most_bytes: int = _MOST_BYTES,
-        kept_s: float = _KEPT_S,
+        self, most: int = _MOST, most_bytes: int = _MOST_BYTES, kept_s: float = _KEPT_S,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._most = most
         self._most_bytes = most_bytes
         self._kept_s = kept_s
@@ -80,44 +77,34 @@ class Chats:
 
 
 def _key_of(body: Body, headers: Mapping[str, str]) -> str | None:
-    session = _session(body, headers)
-    if session is not None:
-        return session
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return None
-    *_, last = _prefixes(messages, body, headers)
-    return last
+    return next(reversed(_keys(body, headers)), None)
 
 
 def _keys_of_earlier(body: Body, headers: Mapping[str, str]) -> list[str]:
     """Returns the keys under which an earlier turn may have kept its ticket, the latest turn first."""
-    session = _session(body, headers)
+    keys = _keys(body, headers)
+    if _session(body, headers) is not None:
+        return keys
+    messages = body["messages"] if keys else []
+    answers = [isinstance(one, dict) and one.get("role") == "assistant" for one in messages]
+    return [key for key, answered in zip(keys, answers[1:], strict=False) if answered][::-1]
+
+
+def _keys(body: Body, headers: Mapping[str, str]) -> list[str]:
+    """Returns the session's key, or one for the first message, one for the first two, and so on."""
+    session, messages = _session(body, headers), body.get("messages")
     if session is not None:
         return [session]
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return []
-    answers = [isinstance(one, dict) and one.get("role") == "assistant" for one in messages]
-    keys = [
-        key
-        for key, answered in zip(_prefixes(messages, body, headers), answers[1:], strict=False)
-        if answered
-    ]
-    return keys[::-1]
+    chain, keys = _owner(body, headers), []
+    for message in messages if isinstance(messages, list) else ():
+        chain.update(json.dumps(message, sort_keys=True).encode() + b"\n")
+        keys.append(chain.hexdigest())
+    return keys
 
 
 def _session(body: Body, headers: Mapping[str, str]) -> str | None:
     name = body.get("session_id") or headers.get(SESSION)
     return f"session {_owner(body, headers).hexdigest()} {name}" if isinstance(name, str) and name else None
-
-
-def _prefixes(messages: list[object], body: Body, headers: Mapping[str, str]) -> Iterator[str]:
-    """Yields a key for the first message, for the first two, and so on."""
-    chain = _owner(body, headers)
-    for message in messages:
-        chain.update(json.dumps(message, sort_keys=True).encode() + b"\n")
-        yield chain.hexdigest()
 
 
 def _owner(body: Body, headers: Mapping[str, str]) -> hashlib.blake2b:

@@ -40,15 +40,21 @@ class Ring:
     def choose(self, now_s: float, tried: Collection[str] = (), draining: bool = False) -> str | None:
         """Returns the next available server that is not in `tried`, or None. The following call starts after it.
 
+        If none is available, it returns one that was asked, failed and is still there: a request may fail anywhere.
         With `draining`, those that drain are available too.
         """
         urls = self.urls
-        for step in range(len(urls)):
-            url = urls[(self._turn + step) % len(urls)]
-            if url not in tried and self.available(url, now_s, draining):
-                self._turn = (self._turn + step + 1) % len(urls)
-                return url
+        for fits in (self.available, self._is_there):
+            for step in range(len(urls)):
+                url = urls[(self._turn + step) % len(urls)]
+                if url not in tried and fits(url, now_s, draining):
+                    self._turn = (self._turn + step + 1) % len(urls)
+                    return url
         return None
+
+    def _is_there(self, url: str, now_s: float, draining: bool) -> bool:
+        state = self._states[url]
+        return not state.gone and (draining or not state.draining)
 
     def available(self, url: str, now_s: float, draining: bool = False) -> bool:
         """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""

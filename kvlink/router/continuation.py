@@ -21,49 +21,18 @@ _DEFAULT_MOST_TOKENS = 16
 """The limit of a completion that names none, in OpenAI's API and in vLLM."""
 
 _UNCHANGED = frozenset(
-    (
-        "allowed_token_ids",
-        "cache_salt",
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "min_p",
-        "model",
-        "presence_penalty",
-        "priority",
-        "repetition_penalty",
-        "return_token_ids",
-        "seed",
-        "session_id",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop_token_ids",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-        "user",
-    )
+    {"allowed_token_ids", "cache_salt", "frequency_penalty", "ignore_eos"}
+    | {"include_stop_str_in_output", "logit_bias", "min_p", "model", "presence_penalty", "priority"}
+    | {"repetition_penalty", "return_token_ids", "seed", "session_id", "skip_special_tokens"}
+    | {"spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options", "temperature"}
+    | {"top_k", "top_p", "user"}
 )
 """Parameters that a continued request has unchanged. The repetition penalty covers the prompt as well as the answer."""
 _LIMITS = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _OF_PROMPTS = frozenset(
-    (
-        "add_generation_prompt",
-        "add_special_tokens",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "documents",
-        "messages",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt",
-        "reasoning_effort",
-        "tool_choice",
-    )
+    {"add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"}
+    | {"continue_final_message", "documents", "messages", "metadata", "parallel_tool_calls", "prompt"}
+    | {"reasoning_effort", "tool_choice"}
 )
 """Parameters that say how a prompt is made, whose tokens are known by then."""
 _KNOWN = _UNCHANGED | _LIMITS | _OF_PROMPTS | {HANDOFF}

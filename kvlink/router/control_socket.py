@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvlink.router.bodies import object_in
 from kvlink.router.upstream import Upstream
 
 _log = logging.getLogger("kvlink.router")
@@ -40,11 +41,7 @@ async def listen(sides: Sequence[Upstream], port: int) -> web.AppRunner | None:
     control = _Control(sides)
     app = web.Application(middlewares=[_only_own])
     app.add_routes(
-        [
-            web.get("/servers", control.servers),
-            web.post("/drain", control.drain),
-            web.post("/resume", control.resume),
-        ]
+        [web.get("/servers", control.servers), web.post("/{command:drain|resume}", control.change)]
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
@@ -74,27 +71,17 @@ class _Control:
 
     async def servers(self, _: web.Request) -> web.Response:
         now_s = time.monotonic()
+        each = ((side, url) for side in self._sides for url in side.ring.urls)
         return web.json_response(
             [
-                {
-                    "role": side.role,
-                    "server": url,
-                    "state": _state(side, url, now_s),
-                    "running": side.running[url],
-                }
-                for side in self._sides
-                for url in side.ring.urls
+                {"role": s.role, "server": url, "state": _state(s, url, now_s), "running": s.running[url]}
+                for s, url in each
             ]
         )
 
-    async def drain(self, request: web.Request) -> web.Response:
-        return await self._changed(request, drain=True)
-
-    async def resume(self, request: web.Request) -> web.Response:
-        return await self._changed(request, drain=False)
-
-    async def _changed(self, request: web.Request, drain: bool) -> web.Response:
-        server = (await request.json())["server"]
+    async def change(self, request: web.Request) -> web.Response:
+        drain = request.match_info["command"] == "drain"
+        server = (object_in(await request.read()) or {}).get("server", "")
         sides = [side for side in self._sides if server in side.ring.urls]
         if not sides:
             known = ", ".join(url for side in self._sides for url in side.ring.urls)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvlink.router.bodies import Body, decode_body, handoff_of, object_in, prefill_body
+from kvlink.router.retries import Answer
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Answer, NotServed, Upstream, answers_later
+from kvlink.router.upstream import Sent, Upstream
 
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
@@ -30,21 +31,16 @@ async def copy_ahead(
     for _ in range(_MOST_COPIES):
         before = answer.num_tokens
         path, body = answer.continuation()
-        if not await _copy(servers, source, target, path, prefill_body(body), headers):
+        asked = prefill_body(body)
+        handoff = handoff_of(_value(await servers.ask(source, Sent(path, asked, headers))))
+        if handoff is None:
+            return False
+        pulled = await servers.ask(target, Sent(path, decode_body(asked, handoff), headers))
+        if pulled.status != 200:
             return False
         if answer.num_tokens - before <= _FEW_TOKENS:
             break
     return True
-
-
-async def _copy(
-    servers: Upstream, source: str, target: str, path: str, body: Body, headers: Mapping[str, str]
-) -> bool:
-    handoff = handoff_of(_value(await servers.ask("POST", source, path, body, headers)))
-    if handoff is None:
-        return False
-    pulled = await servers.ask("POST", target, path, decode_body(body, handoff), headers)
-    return pulled.status == 200
 
 
 async def can_continue_here(
@@ -64,8 +60,9 @@ async def can_continue_here(
 
 async def _model_limit(servers: Upstream, url: str, headers: Mapping[str, str]) -> int | None:
     """Returns the limit of the server's models, which differ only by adapters."""
-    models = _value(await servers.ask("GET", url, "/v1/models", None, headers)).get("data")
-    limits = [model.get("max_model_len") for model in models or [] if isinstance(model, dict)]
+    models = _value(await servers.ask(url, Sent("/v1/models", None, headers, "GET"))).get("data")
+    models = models if isinstance(models, list) else []
+    limits = [model.get("max_model_len") for model in models if isinstance(model, dict)]
     return min((limit for limit in limits if type(limit) is int), default=None)
 
 
@@ -74,7 +71,7 @@ async def _ends_with_token(
 ) -> bool:
     for without in range(_MOST_OF_A_CHARACTER):
         asked = {"model": answer.model, "tokens": answer.last_tokens(without)}
-        text = _value(await servers.ask("POST", url, "/detokenize", asked, headers)).get("prompt")
+        text = _value(await servers.ask(url, Sent("/detokenize", asked, headers))).get("prompt")
         if not isinstance(text, str):
             return False
         if answer.ends_with(text, without):
@@ -83,7 +80,5 @@ async def _ends_with_token(
 
 
 def _value(answer: Answer) -> Body:
-    """Returns the object in an answer, or an empty one. Raises NotServed if the server may answer another time."""
-    if answers_later(answer.status):
-        raise NotServed(f"answered {answer.status}", untouched=False)
+    """Returns the object in an answer, or an empty one."""
     return (object_in(answer.begin) if answer.status == 200 else None) or {}

@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from types import TracebackType
-from typing import Self
+from functools import partial
 
 from kvlink.router.answering import Asked
 from kvlink.router.copying import can_continue_here, copy_ahead
 from kvlink.router.counts import Counts
+from kvlink.router.retries import NotServed
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import NotServed, Upstream
+from kvlink.router.upstream import Upstream
+from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.router")
 
@@ -41,13 +42,11 @@ class Move:
         self._counts = counts
         self._checks_left = _MOST_CHECKS
 
-    async def __aenter__(self) -> Self:
-        self._preparing = asyncio.create_task(self._prepare())
+    async def __aenter__(self) -> Move:
+        self._preparing = start_loop("router move", self._prepare)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._preparing.cancel()
         await asyncio.gather(self._preparing, return_exceptions=True)
 
@@ -57,9 +56,9 @@ class Move:
             self._begin_again()
             return False
         try:
-            async with asyncio.timeout(CHECK_S):
-                can = await can_continue_here(self._servers, self.target, self._answer, self._headers)
-        except (NotServed, TimeoutError):
+            checking = can_continue_here(self._servers, self.target, self._answer, self._headers)
+            can = await asyncio.wait_for(checking, CHECK_S)
+        except (NotServed, asyncio.TimeoutError):
             self._begin_again()
             return False
         self._checks_left -= not can
@@ -70,7 +69,7 @@ class Move:
 
     def _begin_again(self) -> None:
         self.target = ""
-        self._preparing = asyncio.create_task(self._prepare(_AGAIN_S))
+        self._preparing = start_loop("router move", partial(self._prepare, _AGAIN_S))
 
     async def _prepare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)

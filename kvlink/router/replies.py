@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from kvlink.router.bodies import HANDOFF, Body, handoff_of, object_in
-from kvlink.router.upstream import BROKEN, Answer
+from kvlink.router.bodies import HANDOFF, MOST_PARSED, Body, encoded, handoff_of, object_in
+from kvlink.router.headers import end_to_end
+from kvlink.router.retries import Answer
+from kvlink.router.upstream import BROKEN
 
 _log = logging.getLogger("kvlink.router")
-
-_KEPT_OF_ANSWERS = ("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id")
 
 Keep = Callable[[Body], None]
 """Keeps the ticket of an answer."""
@@ -36,15 +35,14 @@ async def passed_on(
     response = await begun(request, answer)
     is_json = answer.headers.get("Content-Type", "").startswith("application/json")
     try:
+        begin = answer.begin
         if keep is not None and is_json:
-            whole = answer.begin + b"".join([piece async for piece in rest])
-            await response.write(_without_ticket(whole, keep))
-        else:
-            await response.write(answer.begin)
-            async for piece in rest:
-                await response.write(piece)
-            if keep is not None and named is not None and answer.status == 200:
-                keep(named)  # now, because the client's next turn may come at once
+            begin = _without_ticket(await _parsable(begin, rest), keep)
+        await response.write(begin)
+        async for piece in rest:
+            await response.write(piece)
+        if keep is not None and named is not None and not is_json and answer.status == 200:
+            keep(named)  # now, because the client's next turn may come at once
         await response.write_eof()
     except BROKEN as error:
         _log.warning("an answer broke off request=%s error=%r", request_id, error)
@@ -52,9 +50,19 @@ async def passed_on(
     return response
 
 
+async def _parsable(begin: bytes, rest: AsyncIterator[bytes]) -> bytes:
+    """Returns the whole body, or the part of a larger one that is not parsed."""
+    whole = bytearray(begin)
+    async for piece in rest:
+        whole += piece
+        if len(whole) > MOST_PARSED:
+            break
+    return bytes(whole)
+
+
 async def begun(request: web.Request, answer: Answer) -> web.StreamResponse:
     """Sends the status and the headers of an answer. The caller writes the body."""
-    response = web.StreamResponse(status=answer.status, headers=_kept(answer))
+    response = web.StreamResponse(status=answer.status, headers=end_to_end(answer.headers))
     await response.prepare(request)
     return response
 
@@ -67,7 +75,7 @@ def abort(request: web.Request) -> None:
 
 def whole(answer: Answer) -> web.Response:
     """Returns an answer that was read completely."""
-    return web.Response(status=answer.status, body=answer.begin, headers=_kept(answer))
+    return web.Response(status=answer.status, body=answer.begin, headers=end_to_end(answer.headers))
 
 
 def error(status: int, message: str) -> web.Response:
@@ -84,8 +92,4 @@ def _without_ticket(whole: bytes, keep: Keep) -> bytes:
         return whole
     keep(ticket)
     del answer[HANDOFF]
-    return json.dumps(answer, ensure_ascii=False).encode()
-
-
-def _kept(answer: Answer) -> dict[str, str]:
-    return {name: answer.headers[name] for name in _KEPT_OF_ANSWERS if name in answer.headers}
+    return encoded(answer)

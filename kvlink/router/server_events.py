@@ -3,51 +3,56 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import re
 
-from kvlink.router.bodies import object_in
+from kvlink.router.bodies import MOST_PARSED, Body, encoded, object_in
 
-DONE = b"data: [DONE]"
-MOST_BYTES = 64 << 20
-"""The largest event. The first one of an answer may contain the ids of a whole prompt."""
-_END = b"\n\n"
-_DATA = b"data: "
-
-
-class EventTooLong(Exception):
-    """A server sent more than MOST_BYTES without an end of an event."""
+DONE = b"data: [DONE]\n\n"
+_DATA = b"data:"
+_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+_LONGEST_END = 4
 
 
 class ServerEvents:
-    """Collects the pieces of one stream until they form whole events."""
+    """Collects the pieces of one stream until they form whole events, which keep their bytes."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self.rest = bytearray()
+        """The bytes that are no whole event yet."""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the events that this piece completes, without their ends. Raises EventTooLong."""
-        searched = max(len(self._rest) - 1, 0)
-        self._rest += piece
-        if self._rest.find(_END, searched) < 0:
-            if len(self._rest) > MOST_BYTES:
-                raise EventTooLong(f"an event of more than {MOST_BYTES >> 20} MiB")
-            return []
-        *events, rest = bytes(self._rest).split(_END)
-        self._rest = bytearray(rest)
-        return [event for event in events if event]
+        """Returns the events that this piece completes, with their ends. One that is too long comes in parts."""
+        searched = max(len(self.rest) - _LONGEST_END, 0)
+        self.rest += piece
+        events, begin = [], 0
+        if _END.search(self.rest, searched):
+            whole = bytes(self.rest)
+            for end in _END.finditer(whole, searched):
+                events.append(whole[begin : end.end()])
+                begin = end.end()
+        if len(self.rest) - begin > MOST_PARSED:
+            events.append(bytes(self.rest[begin:]))
+            begin = len(self.rest)
+        del self.rest[:begin]
+        return events
 
 
-def value_of(event: bytes) -> dict[str, Any] | None:
-    """Returns the object in an event, or None for DONE, a comment, and anything else."""
-    return object_in(event[len(_DATA) :]) if event.startswith(_DATA) else None
+def value_of(event: bytes) -> Body | None:
+    """Returns the object in an event of one line, or None for anything else."""
+    lines = event.strip().splitlines()
+    return object_in(lines[0][len(_DATA) :]) if len(lines) == 1 and lines[0].startswith(_DATA) else None
 
 
-def event_of(value: dict[str, Any]) -> bytes:
+def is_done(event: bytes) -> bool:
+    """Returns whether an event ends the answer."""
+    return event.strip().removeprefix(_DATA).strip() == b"[DONE]"
+
+
+def is_comment(event: bytes) -> bool:
+    """Returns whether an event says nothing, as those that keep connections open."""
+    return all(line.startswith(b":") for line in event.splitlines() if line.strip())
+
+
+def event_of(value: Body) -> bytes:
     """Returns the bytes of an event with this object, with its end."""
-    return _DATA + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + _END
-
-
-def ended(event: bytes) -> bytes:
-    """Returns the bytes of an event that is passed on unchanged."""
-    return event + _END
+    return b"data: " + encoded(value) + b"\n\n"

@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from functools import partial
 
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import ClientSession, DummyCookieJar, TCPConnector, web
 
 from kvlink.errors import KVLinkError
-from kvlink.router.answering import DECODE_ALONE
-from kvlink.router.chats import Chats
+from kvlink.router.answering import Options
+from kvlink.router.bodies import MOST_PARSED
 from kvlink.router.choice import Ring
 from kvlink.router.control_socket import listen
+from kvlink.router.counts import Counts
 from kvlink.router.proxy import Proxy
 from kvlink.router.upstream import Upstream
+from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.router")
 
-_MOST_BODY_BYTES = 256 << 20  # long prompts as token ids, or images in a chat
-_PROBE_EVERY_S = 2.0
+_MOST_BODY_BYTES = MOST_PARSED  # long prompts as token ids, or images in a chat
 _END_S = 5.0
+_USUAL = Options()
 
 
 async def serve(
@@ -31,18 +35,16 @@ async def serve(
     decode: Sequence[str],
     host: str,
     port: int,
-    recompute: bool,
-    streaming_from: int | None,
-    bidirectional: bool,
-    migrate: bool,
+    options: Options,
     on_ready: Callable[[str], None],
 ) -> None:
     """Routes until SIGTERM or SIGINT. `on_ready` gets the address. Raises KVLinkError if it cannot listen."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each request takes two
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    routed = routing(prefill, decode, host, port, recompute, streaming_from, bidirectional, migrate, True)
-    async with routed as address:
+    async with routing(prefill, decode, host, port, options, control=True) as address:
         _log.warning("this router is a demo, not for production; see `kvlink router --help` url=%s", address)
         on_ready(address)
         await stop.wait()
@@ -54,31 +56,39 @@ async def routing(
     decode: Sequence[str],
     host: str = "127.0.0.1",
     port: int = 0,
-    recompute: bool = True,
-    streaming_from: int | None = None,
-    bidirectional: bool = False,
-    migrate: bool = False,
+    options: Options = _USUAL,
     control: bool = False,
 ) -> AsyncIterator[str]:
     """Routes between servers, given by their base URLs, and yields its own URL.
 
-    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn. With
-    `bidirectional`, prefill gets the ticket of the chat's last answer. The other parameters are those of Proxy.
+    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn.
     """
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
-    # looks like a server that died with it.
-    async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
-        sides = Upstream("prefill", Ring(prefill), session), Upstream("decode", Ring(decode), session)
+    # looks like a server that died with it. No client gets another one's cookies, and nothing is inflated.
+    async with ClientSession(
+        connector=TCPConnector(limit=0, force_close=True),
+        cookie_jar=DummyCookieJar(),
+        auto_decompress=False,
+        headers={"Accept-Encoding": "identity"},
+        skip_auto_headers=("Content-Type",),
+    ) as session:
+        session._retry_connection = False  # it sends even a DELETE again
+        counts = Counts()
+        sides = (
+            Upstream("prefill", Ring(prefill), session, counts),
+            Upstream("decode", Ring(decode), session, counts),
+        )
         runner = web.AppRunner(
-            _application(
-                Proxy(*sides, recompute, streaming_from, Chats() if bidirectional else None, migrate)
-            ),
+            _application(Proxy(*sides, counts, options)),
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
+            auto_decompress=False,
             shutdown_timeout=_END_S,
         )
         await runner.setup()
-        probing = asyncio.create_task(_probe(sides))
+        probing = [
+            start_loop("router probe", partial(side.probe, url)) for side in sides for url in side.ring.urls
+        ]
         controlled: web.AppRunner | None = None
         try:
             address = await _listen(runner, host, port)
@@ -86,9 +96,9 @@ async def routing(
                 controlled = await listen(sides, runner.addresses[0][1])
             yield address
         finally:
-            probing.cancel()
-            with suppress(asyncio.CancelledError):
-                await probing
+            for loop in probing:
+                loop.cancel()
+            await asyncio.gather(*probing, return_exceptions=True)
             await runner.cleanup()
             if controlled is not None:
                 await controlled.cleanup()
@@ -98,13 +108,9 @@ def _application(proxy: Proxy) -> web.Application:
     app = web.Application(client_max_size=_MOST_BODY_BYTES)
     app.add_routes(
         [
-            web.post("/v1/completions", proxy.complete),
-            web.post("/v1/chat/completions", proxy.complete),
-            web.post("/inference/v1/generate", proxy.complete),
-            *(web.post(path, proxy.complete) for path in DECODE_ALONE),
-            web.get("/v1/models", proxy.models),
             web.get("/health", proxy.health),
             web.get("/metrics", proxy.metrics),
+            web.route("*", "/{path:.*}", proxy.handle),
         ]
     )
     return app
@@ -118,9 +124,3 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
             f"the router cannot listen on {host}:{port}: {error.strerror}; give another --port"
         ) from error
     return f"http://{host}:{runner.addresses[0][1]}"
-
-
-async def _probe(sides: Sequence[Upstream]) -> None:
-    while True:
-        await asyncio.gather(*(side.probe() for side in sides))
-        await asyncio.sleep(_PROBE_EVERY_S)

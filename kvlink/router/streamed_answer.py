@@ -11,11 +11,13 @@ from typing import Any
 
 from kvlink.router.bodies import Body
 from kvlink.router.continuation import CHATS, COMPLETIONS, continuing_body, needs_limit
+from kvlink.router.retries import is_final
 
 _NAMES = ("id", "created", "model")
 _IDS, _PROMPT_IDS = "token_ids", "prompt_token_ids"
 _PARSED = ("reasoning", "reasoning_content", "tool_calls")
 """The fields of a chat's event with text that the server has taken out of the content."""
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _TAIL_CHARACTERS = 16
 _TAIL_TOKENS = 64
 
@@ -47,6 +49,8 @@ class StreamedAnswer:
         """The largest number of tokens of prompt and answer, which the caller learns if `needs_limit`."""
         self.is_finished = False
         """Whether the last token has come."""
+        self.is_foreign = False
+        """Whether an event came of which it is not known what it adds, so that nobody else can continue."""
         self.error: Body | None = None
         """The event in which a server said that it does not finish, until another one goes on."""
         self._is_refused = False
@@ -65,7 +69,8 @@ class StreamedAnswer:
     def can_be_continued(self) -> bool:
         """Returns whether another server can continue, after the client's last text or from the beginning."""
         is_known = self._prompt is not None or not self._tokens
-        return self._is_plain and is_known and not self.is_finished and not self._is_refused
+        is_ours = self._is_plain and not self.is_foreign
+        return is_ours and is_known and not self.is_finished and not self._is_refused
 
     @property
     def can_move(self) -> bool:
@@ -125,11 +130,17 @@ class StreamedAnswer:
         return self.continuation()
 
     def take(self, event: Body) -> Body | None:
-        """Returns the event for the client, or None if the client gets nothing. Raises BrokenOff."""
-        choices = event.get("choices")
-        if "error" in event or not isinstance(choices, list):
-            self.error, self._is_refused = event, _is_of_request(event.get("error"))
-            raise BrokenOff(str(event.get("error", "an event without choices"))[:200])
+        """Returns the event for the client, or None if the client gets nothing. Raises BrokenOff.
+
+        An event that is of no known form goes to the client, and ends what can be continued.
+        """
+        if event.get("error") is not None:
+            self.error, self._is_refused = event, _is_of_request(event["error"])
+            raise BrokenOff(repr(event["error"])[:200])
+        if not _is_known(event):
+            self.is_foreign = True
+            return event
+        choices = event["choices"]
         self.error, has_begun = None, bool(self._names)
         self._learn_prompt(event, choices)
         for choice in choices:
@@ -142,13 +153,14 @@ class StreamedAnswer:
 
     def missing_usage(self) -> Body | None:
         """Returns the usage that the client asked for and that a server which ended did not send."""
-        options = self._body.get("stream_options") or {}
-        if self._has_usage or self._prompt is None or not options.get("include_usage"):
+        options = self._body.get("stream_options")
+        wanted = isinstance(options, dict) and options.get("include_usage")
+        if self._has_usage or self._prompt is None or not wanted:
             return None
         counts = len(self._prompt), len(self._tokens) + len(self._held)
-        usage = dict(zip(("prompt_tokens", "completion_tokens"), counts, strict=True))
+        usage = dict(zip(_COUNTS, (*counts, sum(counts)), strict=True))
         kind = "chat.completion.chunk" if self._path == CHATS else "text_completion"
-        return {"object": kind, "choices": [], "usage": usage | {"total_tokens": sum(counts)}} | self._names
+        return {"object": kind, "choices": [], "usage": usage} | self._names
 
     def _learn_prompt(self, event: Body, choices: list[Any]) -> None:
         for place in (event, *choices):
@@ -186,10 +198,36 @@ class StreamedAnswer:
         return event | self._names
 
 
+def _is_known(event: Body) -> bool:
+    """Returns whether all that is read of an event has the type that it has in vLLM's."""
+    choices, usage = event.get("choices"), event.get("usage")
+    if not isinstance(choices, list) or not _are_ids(event.get(_PROMPT_IDS)):
+        return False
+    if usage is not None and not (
+        isinstance(usage, dict) and all(type(usage.get(n)) is int for n in _COUNTS)
+    ):
+        return False
+    return all(isinstance(choice, dict) and _is_known_choice(choice) for choice in choices)
+
+
+def _is_known_choice(choice: Body) -> bool:
+    delta = choice.get("delta")
+    if not isinstance(delta, dict | None):
+        return False
+    texts = choice.get("text"), choice.get("finish_reason"), (delta or {}).get("content")
+    return all(isinstance(text, str | None) for text in texts) and all(
+        _are_ids(choice.get(name)) for name in (_IDS, _PROMPT_IDS)
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(one) is int for one in value))
+
+
 def _is_of_request(error: Any) -> bool:
     """Returns whether any other server would give the same error."""
     code = error.get("code") if isinstance(error, dict) else None
-    return isinstance(code, int) and 400 <= code < 500 and code != 429
+    return type(code) is int and code >= 400 and is_final(code)
 
 
 def _only_has_role(choice: Body) -> bool:
@@ -203,8 +241,5 @@ def _chat_choice(choice: Body) -> Body:
 
 def _usage_of_all(usage: Body, earlier: int) -> Body:
     """Returns the counts of a whole answer. Details, such as cached tokens, are those of one request, and left out."""
-    return {
-        "prompt_tokens": usage["prompt_tokens"] - earlier,
-        "completion_tokens": usage["completion_tokens"] + earlier,
-        "total_tokens": usage["total_tokens"],
-    }
+    prompt, answer, both = (usage[name] for name in _COUNTS)
+    return dict(zip(_COUNTS, (prompt - earlier, answer + earlier, both), strict=True))

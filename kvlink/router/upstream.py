@@ -6,57 +6,58 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
-from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientPayloadError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+)
+from multidict import CIMultiDict
+from yarl import URL
 
-from kvlink.router.bodies import Body
+from kvlink.router.bodies import MOST_PARSED, Body, encoded
 from kvlink.router.choice import Ring
+from kvlink.router.counts import Counts
+from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final, own_limit
 
-BROKEN = (ClientError, OSError, TimeoutError)
+BROKEN = (ClientError, OSError, asyncio.TimeoutError)
 """The exceptions of aiohttp for a server that is absent or gone."""
 
-# These statuses say that the server is not ready, and nothing about the request.
-_NOT_SERVING = (502, 503, 504)
 _PROBE_S = 10.0
+_PROBE_EVERY_S = 2.0
 # Computing a long prompt may take minutes and a stream may pause, so only a broken connection ends a request.
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
-
-def answers_later(status: int) -> bool:
-    """Returns whether a status says nothing about the request, so that the same one may be answered another time."""
-    return status >= 500 or status == 429
+T = TypeVar("T")
 
 
-class NotServed(Exception):
-    """A server did not begin to answer. `untouched` says that it never saw the request."""
+class Sent(NamedTuple):
+    """A request as a server gets it. A body that is a dict is written as JSON."""
 
-    def __init__(self, reason: str, untouched: bool) -> None:
-        super().__init__(reason)
-        self.untouched = untouched
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A server's answer, with the part of its body that has been read."""
-
-    status: int
+    path: str
+    body: Body | bytes | None
     headers: Mapping[str, str]
-    begin: bytes
+    method: str = "POST"
 
 
 class Upstream:
     """The servers of one role."""
 
-    def __init__(self, role: str, ring: Ring, session: ClientSession) -> None:
+    def __init__(self, role: str, ring: Ring, session: ClientSession, counts: Counts) -> None:
         self.role = role
         self.ring = ring
         self.running: Counter[str] = Counter()
         """The number of requests that each server is answering, probes not counted."""
         self._leaving = {url: asyncio.Event() for url in ring.urls}
         self._session = session
+        self._counts = counts
 
     def drain(self, url: str) -> None:
         """Sends a server no new requests from now on, and lets those that can move leave it."""
@@ -82,52 +83,64 @@ class Upstream:
         if not self.ring.draining(url):
             self._leaving[url].clear()
 
-    async def ask_any(
-        self, method: str, path: str, body: Body | None = None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
-        """Returns the whole answer of the first server that gives one. Raises the NotServed of the last one else."""
-        tried: list[str] = []
-        last = NotServed(f"no {self.role} server is up", untouched=True)
-        while (url := self.ring.choose(time.monotonic(), tried)) is not None:
-            tried.append(url)
-            try:
-                return await self.ask(method, url, path, body, headers)
-            except NotServed as error:
-                last = error
-        raise last
+    async def first(
+        self,
+        ask: Callable[[str], Awaitable[T]],
+        tries: Tries,
+        without: Collection[str] = (),
+        draining: bool = False,
+        first: str = "",
+    ) -> T:
+        """Returns what `ask` returns for the first server that serves, `first` before all others.
 
-    async def ask(
-        self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
-    ) -> Answer:
-        """Returns the whole answer of this server. Raises NotServed."""
-        async with self._open(method, url, path, body, headers) as response:
-            whole = await self._read(url, response, whole=True)
-        return Answer(response.status, response.headers, whole)
+        Servers in `without` are not asked, and those that drain only with `draining`. Raises the last NotServed.
+        """
+        tried = list(without)
+        while tries.may_ask(self.role):
+            url = first or self.ring.choose(time.monotonic(), tried, draining)
+            if not url:
+                break
+            first = ""
+            try:
+                return await ask(url)
+            except OwnLimit:
+                raise
+            except NotServed as error:
+                tried.append(url)
+                tries.failed(self.role, error)
+                self._counts["prefill_retried" if self.role == "prefill" else "decode_retried"] += 1
+        raise tries.last(self.role)
+
+    async def ask(self, url: str, sent: Sent) -> Answer:
+        """Returns the whole answer of this server, whose status is final. Raises NotServed."""
+        async with self._open(url, sent) as response:
+            return Answer(response.status, response.headers, await self._read(url, response, whole=True))
 
     @asynccontextmanager
-    async def stream(
-        self, url: str, path: str, body: Body, headers: Mapping[str, str]
-    ) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
+    async def stream(self, url: str, sent: Sent) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
         """Yields an answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
 
         Leaving the context early closes the connection, upon which the server aborts the request.
         """
-        async with self._open("POST", url, path, body, headers) as response:
+        async with self._open(url, sent) as response:
             begin = await self._read(url, response, whole=False)
             yield Answer(response.status, response.headers, begin), response.content.iter_any()
 
     @asynccontextmanager
-    async def _open(
-        self, method: str, url: str, path: str, body: Body | None, headers: Mapping[str, str] | None
-    ) -> AsyncIterator[ClientResponse]:
+    async def _open(self, url: str, sent: Sent) -> AsyncIterator[ClientResponse]:
+        headers, body = CIMultiDict(sent.headers), sent.body
+        if isinstance(body, dict):
+            headers["Content-Type"], body = "application/json", encoded(body)
         self.running[url] += 1
         try:
             try:
                 response = await self._session.request(
-                    method, url + path, json=body, headers=headers, timeout=_PATIENT
-                )
+                    sent.method, URL(url + sent.path, encoded=True), data=body, headers=headers, timeout=_PATIENT,
+                    allow_redirects=False,
+                )  # fmt: skip
             except BROKEN as error:
-                raise self._gone(url, error, untouched=isinstance(error, ClientConnectorError)) from error
+                unseen = isinstance(error, (ClientConnectorError, ConnectionTimeoutError))
+                raise own_limit(error) or self._gone(url, error, untouched=unseen) from error
             try:
                 yield response
             finally:
@@ -137,31 +150,46 @@ class Upstream:
 
     async def _read(self, url: str, response: ClientResponse, whole: bool) -> bytes:
         """Returns the body, or its first part if not `whole`. Only then has the server begun to answer."""
+        status = response.status
         try:
-            body = await (response.read() if whole else response.content.readany())
+            body = await (_whole(response) if whole or not is_final(status) else response.content.readany())
         except BROKEN as error:
             raise self._gone(url, error, untouched=False) from error
-        if response.status in _NOT_SERVING:
-            raise self._gone(url, f"answered {response.status}", untouched=False)
-        self.answered(url)
+        if status >= 500:
+            self.broke_off(url)
+        else:
+            self.answered(url)
+        if not is_final(status):
+            answer = Answer(status, response.headers, body)
+            raise NotServed(f"{self.role} {url}: answered {status}", untouched=False, answer=answer)
         return body
 
-    def _gone(self, url: str, error: object, untouched: bool) -> NotServed:
-        self.ring.failed(url, time.monotonic(), gone=untouched)
-        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
-        return NotServed(f"{self.role} {url}: {reason}", untouched)
+    def _gone(self, url: str, error: Exception, untouched: bool) -> NotServed:
+        is_slow = isinstance(error, ConnectionTimeoutError)  # it may have many connections to accept
+        self.ring.failed(url, time.monotonic(), gone=untouched and not is_slow)
+        return NotServed(f"{self.role} {url}: {type(error).__name__}: {error}", untouched)
 
-    async def probe(self) -> None:
-        """Asks all servers whether they are alive."""
-        await asyncio.gather(*map(self._probe, self.ring.urls))
+    async def probe(self, url: str) -> None:
+        """Asks a server again and again whether it is alive."""
+        timeout = ClientTimeout(_PROBE_S)
+        while True:
+            try:
+                request = self._session.get(f"{url}/health", timeout=timeout, allow_redirects=False)
+                async with request as response:
+                    alive: bool | None = response.status == 200
+            except BROKEN as error:
+                alive = None if own_limit(error) else False
+            if alive:
+                self.answered(url)
+            elif alive is False:
+                self.ring.failed(url, time.monotonic())
+            await asyncio.sleep(_PROBE_EVERY_S)
 
-    async def _probe(self, url: str) -> None:
-        try:
-            async with self._session.get(f"{url}/health", timeout=ClientTimeout(_PROBE_S)) as response:
-                alive = response.status == 200
-        except BROKEN:
-            alive = False
-        if alive:
-            self.answered(url)
-        else:
-            self.ring.failed(url, time.monotonic())
+
+async def _whole(response: ClientResponse) -> bytes:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MOST_PARSED:
+            raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
+    return bytes(body)

@@ -24,7 +24,7 @@ from pair import ask
 from servers import Server, running
 from streams import MODEL, body_of, connect, launch
 
-from kvlink.router.answering import Answering
+from kvlink.router.answering import Answering, Options
 from kvlink.router.control_client import asking
 from kvlink.router.serving import routing
 
@@ -108,7 +108,10 @@ async def measure(two: list[Server], rounds: int) -> None:
         "| tokens | pause, ms | decode step | round trip | bar | computed again | largest gap: moved, stayed | moves |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    async with routing(urls, urls, migrate=True, control=True) as url, ClientSession(url) as client:
+    async with (
+        routing(urls, urls, options=Options(migrate=True), control=True) as url,
+        ClientSession(url) as client,
+    ):
         await moved(client, two, 128)
         for num_tokens in SIZES:
             rows = [row for _ in range(rounds) if (row := await moved(client, two, num_tokens)) is not None]

@@ -24,6 +24,9 @@ class FakeEngine:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.status = 200
+        self.answer_headers: dict[str, str] = {}
+        self.others: list[tuple[str, str, bytes]] = []
+        """The method, the path and the body of each request of another path."""
         self.handoff: dict[str, Any] | None = HANDOFF
         self.ticket: dict[str, Any] | None = None
         """That of its answers as decode, if it is asked with parameters for the cache."""
@@ -35,6 +38,8 @@ class FakeEngine:
         self.slow_s = 0.0
         self.hold: asyncio.Event | None = None
         """Answers wait for it."""
+        self.probes = 0
+        self.hangs_at_probes = False
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -44,14 +49,23 @@ class FakeEngine:
         app = web.Application()
         app.add_routes(
             [
-                web.post("/v1/{kind:.*}", self._complete),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
                 web.post("/inference/v1/generate", self._complete),
                 web.post("/detokenize", self._detokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
+                web.route("*", "/{path:.*}", self._other),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        app.on_response_prepare.append(self._add_headers)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            auto_decompress=False,
+            max_field_size=1 << 14,
+        )
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
@@ -60,8 +74,21 @@ class FakeEngine:
             yield self
         finally:
             await site.stop()
-            await asyncio.sleep(0.02)  # what asyncio is just accepting, the runner does not know yet
+            for _ in range(10):  # what asyncio is just accepting, the runner does not know yet
+                await asyncio.sleep(0)
             await runner.cleanup()
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.answer_headers)
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.others.append((request.method, request.raw_path, await request.read()))
+        self.headers.append(request.headers)
+        if self.die == "at once":
+            _cut(request)
+        if request.raw_path == "/streams":
+            return await self._streamed(request)
+        return web.json_response({"from": self.name}, status=self.status)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -96,6 +123,9 @@ class FakeEngine:
             elif params and self.ticket:
                 answer["kv_transfer_params"] = self.ticket
             return web.json_response(answer)
+        return await self._streamed(request)
+
+    async def _streamed(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         if self.die == "after the headers":
@@ -114,12 +144,17 @@ class FakeEngine:
         return bool(params.get("do_remote_prefill")) and "kvlink_stream" in params
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [{"id": self.name}]})
+        answer = await self._other(request)
+        models = web.json_response({"object": "list", "data": [{"id": self.name}]})
+        return answer if self.status != 200 else models
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         raise web.HTTPNotFound
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.probes += 1
+        if self.hangs_at_probes:
+            await asyncio.Event().wait()
         return web.Response()
 
 

@@ -29,6 +29,7 @@ from token_engine import MODEL_LIMIT
 
 from kvlink.router import resuming
 from kvlink.router.choice import Ring
+from kvlink.router.server_events import value_of
 
 
 @pytest.fixture
@@ -60,6 +61,68 @@ async def test_a_server_that_breaks_off(
     assert len(names(events)) == 1
     is_over = path.startswith("/v1/comp") and after == 20
     assert len(second.asked) == (0 if is_over else 1)
+
+
+async def _read(place: Moving, path: str, body: dict[str, Any]) -> bytes:
+    async with place.client.post(path, json=body) as answer:
+        return await answer.read()
+
+
+@pytest.mark.parametrize("line_end", [b"\r\n", b"\r"])
+@REQUESTS
+async def test_events_with_other_line_ends(
+    place: Moving, path: str, body: dict[str, Any], line_end: bytes
+) -> None:
+    """They come one by one, and can go on."""
+    expected = await whole(place, body, path)
+    for engine in place.engines:
+        engine.line_end = line_end
+    place.engines[0].break_after = 5
+    found = await _read(place, path, body)
+    assert said(list(map(value_of, found.splitlines(keepends=True)[:-2:2]))) == expected  # type: ignore[arg-type]
+    assert (await place.counts())["resumed"] == 1
+    place.engines[0].pause_after = 3
+    async with place.client.post(path, json=body) as answer:
+        assert await answer.content.readany()
+        place.engines[0].going_on.set()
+        await answer.read()
+
+
+@pytest.mark.parametrize(
+    ("event", "ends_it"),
+    [
+        (b": a comment\n\n", False),
+        (b"event: ping\ndata: {}\n\n", True),
+        (b"id: 7\n\n", True),
+        (b'data: {"type": "of_a_later_version"}\n\n', True),
+        (b'data: {"choices": [5]}\n\n', True),
+        (b'data:{"choices": [{"text": "\\ud800", "token_ids": "1"}]}\n\n', True),
+        (b"data: {" + b"[" * 5000 + b"\n\n", True),
+        (b"data: \xff\n\n", True),
+    ],
+)
+async def test_events_of_other_kinds(place: Moving, event: bytes, ends_it: bool) -> None:
+    """They pass as they are. An answer whose server breaks off afterwards does not go on elsewhere."""
+    place.engines[0].says = {3: event}
+    assert event in await _read(place, "/v1/completions", BODY)
+    assert await place.counts() == {"handed_off": 1}
+    place.engines[1].asked.clear()
+    place.engines[0].break_after = place.engines[1].break_after = 7
+    place.engines[1].says = {3: event}
+    if ends_it:
+        with pytest.raises(ClientError):
+            await _read(place, "/v1/completions", BODY)
+    else:
+        assert (await _read(place, "/v1/completions", BODY)).endswith(b"data: [DONE]\n\n")
+    assert (await place.counts()).get("resumed", 0) == (0 if ends_it else 2)
+
+
+async def test_a_stream_of_another_form_ends_as_it_ends(place: Moving) -> None:
+    """It has no finish_reason and no DONE."""
+    event = b"event: done\r\n\r\n: the end"
+    place.engines[0].says = {0: event}
+    place.engines[0].stops_after = 0
+    assert await _read(place, "/v1/completions", BODY) == event
 
 
 @pytest.mark.parametrize("merged", [2, 3, 7])
@@ -123,7 +186,7 @@ async def test_a_request_that_ends_every_server(place: Moving, how: str) -> None
                 await answer.read()
         else:
             assert (await rest_of(answer))[-1] == {"error": {"message": "engine died"}}
-    assert sum(len(engine.asked) for engine in place.engines) == 1 + 3
+    assert sum(len(engine.asked) for engine in place.engines) == 1 + 1
     assert (await place.counts())["lost"] == 1
 
 
@@ -167,9 +230,11 @@ async def test_a_server_that_tells_no_tokens(place: Moving) -> None:
 async def test_nobody_can_go_on(place: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming, "_NO_SERVER_S", 0.02)
     monkeypatch.setattr(resuming, "_RETRY_S", 0.01)
-    place.engines[0].break_after = 5
+    place.engines[0].pause_after, place.engines[0].break_after = 4, 5
     await place.kill(place.engines[1])
     async with place.client.post("/v1/completions", json=BODY) as answer:
+        place.engines[0].status = 503
+        place.engines[0].going_on.set()
         with pytest.raises(ClientError):
             await answer.read()
     assert (await place.counts())["lost"] == 1

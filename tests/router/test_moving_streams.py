@@ -18,6 +18,7 @@ from token_engine import HANDOFF
 
 from kvlink.router import moves
 from kvlink.router.choice import Ring
+from kvlink.router.counts import Counts
 from kvlink.router.upstream import Upstream
 
 
@@ -111,7 +112,7 @@ async def test_a_target_that_hangs_after_it_copied(place: Moving, monkeypatch: p
 
 async def test_streams_leave_a_server_until_it_is_replaced() -> None:
     async with ClientSession() as session:
-        servers = Upstream("decode", Ring(["http://a"]), session)
+        servers = Upstream("decode", Ring(["http://a"]), session, Counts())
         servers.drain("http://a")
         servers.broke_off("http://a")
         servers.answered("http://a")

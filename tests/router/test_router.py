@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -16,19 +17,23 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError, ClientSession
 from fake_engine import HANDOFF, FakeEngine, events
 
-from kvlink.router import choice, serving
+from kvlink.backoff import Backoff
+from kvlink.router import choice, serving, upstream
+from kvlink.router.answering import Options
+from kvlink.router.choice import Ring
 from kvlink.router.serving import routing
+from kvlink.runtime.supervised import failures
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 class Place:
-    """Two prefill servers, two decode servers, a router, a client."""
+    """Prefill servers, decode servers, a router, a client."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        self.prefill = [FakeEngine("p0"), FakeEngine("p1")]
-        self.decode = [FakeEngine("d0"), FakeEngine("d1")]
+    def __init__(self, stack: AsyncExitStack, num_prefill: int = 2, num_decode: int = 2) -> None:
+        self.prefill = [FakeEngine(f"p{number}") for number in range(num_prefill)]
+        self.decode = [FakeEngine(f"d{number}") for number in range(num_decode)]
         self._ends: dict[str, AsyncExitStack] = {}
         self._stack = stack
 
@@ -46,11 +51,8 @@ class Place:
         router = routing(
             [p.url for p in self.prefill],
             [d.url for d in self.decode],
-            recompute=recompute,
-            streaming_from=streaming_from,
+            options=Options(recompute, streaming_from, bidirectional, migrate),
             control=control,
-            bidirectional=bidirectional,
-            migrate=migrate,
         )
         self.url = await self._stack.enter_async_context(router)
         self.client = await self._stack.enter_async_context(ClientSession(self.url))
@@ -134,18 +136,6 @@ async def test_several_continuations_do_not_share_a_handoff(place: Place) -> Non
     assert (await place.post(BODY | {"n": 2}))[0] == 200
     assert [engine.asked for engine in place.prefill] == [[], []]
     assert place.decode[0].asked == [BODY | {"n": 2}]
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
-async def test_what_prefill_refuses_is_refused(place: Place, status: int) -> None:
-    place.prefill[0].status = status
-    assert await place.post() == (status, {"error": {"message": "p0 says no"}})
-    assert [engine.asked for engine in place.decode] == [[], []]
-
-
-async def test_decodes_error_passes_through(place: Place) -> None:
-    place.decode[0].status = 500
-    assert await place.post() == (500, {"error": {"message": "d0 says no"}})
 
 
 @pytest.mark.parametrize("how", ["killed", "dies at once", "not ready"])
@@ -242,6 +232,30 @@ async def test_one_that_came_back_is_used_again(place: Place, stack: AsyncExitSt
     pytest.fail("not one request in half a minute went to it")
 
 
+async def test_one_server_stops_no_probes_of_others(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "_PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(Backoff, "delay_s", lambda self: 0.0)
+    place = Place(stack)
+    hung, odd, *others = (*place.prefill, *place.decode)
+    hung.hangs_at_probes = True
+    succeeded = Ring.succeeded
+
+    def fail_for_odd(ring: Ring, url: str) -> None:
+        if url == odd.url:
+            raise LookupError("an exception that nobody expects")
+        succeeded(ring, url)
+
+    monkeypatch.setattr(Ring, "succeeded", fail_for_odd)
+    before = failures().get("router probe", 0)
+    await place.start()
+    while min(engine.probes for engine in (odd, *others)) < 5:
+        await asyncio.sleep(0)
+    assert hung.probes == 1
+    assert failures()["router probe"] - before >= 4
+
+
 async def test_models_and_health(place: Place) -> None:
     async with place.client.get("/v1/models") as answer:
         assert (await answer.json())["data"] == [{"id": "d0"}]
@@ -276,9 +290,13 @@ async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
     assert [engine.asked for engine in (*place.prefill, *place.decode)] == [[], [], [], []]
 
 
-async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_says_that_it_is_a_demo(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[object] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append((kind, both)))
     ready = asyncio.Event()
-    serve = serving.serve([], [], "127.0.0.1", 0, True, None, False, False, lambda url: ready.set())
+    serve = serving.serve([], [], "127.0.0.1", 0, Options(), lambda url: ready.set())
     running = asyncio.create_task(serve)
     await ready.wait()
     running.cancel()
@@ -286,3 +304,5 @@ async def test_it_says_that_it_is_a_demo(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "this router is a demo, not for production"
     ]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert limits == [(resource.RLIMIT_NOFILE, (most, most))]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvlink.router import server_events
 from kvlink.router.continuation import CHATS, COMPLETIONS, can_continue
-from kvlink.router.server_events import MOST_BYTES, EventTooLong, ServerEvents, event_of, value_of
+from kvlink.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
 
 BODY = {"model": "m", "prompt": "a b", "max_tokens": 9, "stream": True}
@@ -195,7 +196,7 @@ def test_usage_counts_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [{"error": {"message": "engine died"}}, {"object": "?"}, completion("", [], "abort")]
+    "event", [{"error": {"message": "engine died"}}, {"error": "\ud800"}, completion("", [], "abort")]
 )
 def test_servers_that_give_up(event: dict[str, Any]) -> None:
     answer = StreamedAnswer(COMPLETIONS, BODY)
@@ -226,17 +227,54 @@ def test_a_client_that_asked_for_tokens_gets_them() -> None:
     assert answer.take(completion("y", [8], prompt_token_ids=[1, 7])) == completion("y", [8])
 
 
-def test_events_in_any_pieces() -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"object": "?"},
+        {"choices": {}},
+        {"choices": [5]},
+        {"choices": [None]},
+        completion("x", [7], prompt_token_ids="1"),
+        completion("x", [7.5]),  # type: ignore[list-item]
+        completion(5, [7]),  # type: ignore[arg-type]
+        completion("x", [7]) | {"choices": [{"delta": [1]}]},
+        completion("x", [7]) | {"usage": {"prompt_tokens": None}},
+        completion("x", [7]) | {"usage": 5},
+        completion("x", [7], finish={}),  # type: ignore[arg-type]
+    ],
+)
+def test_an_event_of_another_form_goes_to_the_client_and_nobody_else_continues(event: dict[str, Any]) -> None:
+    answer = StreamedAnswer(COMPLETIONS, BODY)
+    answer.take(completion("x", [7], prompt_token_ids=[1]))
+    assert answer.can_be_continued
+    assert answer.take(event) is event
+    assert answer.is_foreign
+    assert not answer.can_be_continued
+    assert answer.take(completion("y", [8])) is not None
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_events_in_any_pieces(end: str) -> None:
     values = [{"a": "é"}, {"b": "\n"}]
-    whole = b"".join(map(event_of, values)) + b": comment\n\ndata: [DONE]\n\n"
+    usual = b"".join(map(event_of, values)) + b": comment\n\ndata: [DONE]\n\n"
+    whole = usual.replace(b"\n", end.encode())
     for cut in range(len(whole) + 1):
         events = ServerEvents()
         found = events.feed(whole[:cut]) + events.feed(whole[cut:])
+        assert b"".join(found) + events.rest == whole, "no byte is lost or changed"
+        assert events.rest in (b"", b"\n")
         assert [value_of(event) for event in found] == [*values, None, None]
+        assert [is_comment(event) for event in found] == [False, False, True, False]
+        assert [is_done(event) for event in found] == [False, False, False, True]
 
 
-def test_an_event_without_an_end_is_bounded() -> None:
+def test_an_event_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_events, "MOST_PARSED", 1 << 10)
     events = ServerEvents()
-    assert events.feed(bytes(MOST_BYTES)) == []
-    with pytest.raises(EventTooLong):
-        events.feed(b"x")
+    assert events.feed(bytes(1 << 10)) == []
+    assert events.feed(b"x") == [bytes(1 << 10) + b"x"]
+    assert events.rest == b""
+
+
+def test_lone_surrogates_are_written() -> None:
+    assert event_of({"a": "\ud800é"}) == b'data: {"a":"\\ud800\\u00e9"}\n\n'

@@ -42,6 +42,11 @@ class TokenEngine(FakeEngine):
         self.pause_after: int | None = None
         self.going_on = asyncio.Event()
         self.tells_tokens = True
+        self.line_end = b"\n"
+        self.says: dict[int, bytes] = {}
+        """The bytes that come before the event of that number."""
+        self.stops_after: int | None = None
+        """The last event that it says, after which the body ends properly, with nothing of its own."""
         self.tokens_an_event = 1
         self.hung = asyncio.Event()
         self.holds_back = 0
@@ -78,7 +83,10 @@ class TokenEngine(FakeEngine):
                 return response
             if number == pauses:
                 await self.going_on.wait()
-            await response.write(event)
+            if number == self.stops_after:
+                await response.write(self.says.get(number, b""))
+                break
+            await response.write(self.says.get(number, b"") + event.replace(b"\n", self.line_end))
             number += 1
         await response.write_eof()
         return response

@@ -37,7 +37,7 @@ class Blocks:
 
     def move_to(self, memory: npt.NDArray[np.uint8]) -> None:
         """Moves the blocks into `memory`, which has exactly as many bytes."""
-        words = memory.view(np.uint64).reshape(self._words.shape)
+        words: npt.NDArray[np.uint64] = memory.view(np.uint64).reshape(self._words.shape)
         words[:] = self._words
         self._words = words
 

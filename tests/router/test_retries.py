@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/servers/routers.md, cell by cell: which failure sends a request to which other server."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
+
+from aiohttp import ClientError
+from fake_engine import FakeEngine
+from test_router import BODY, Place
+
+GONE, CUT, CUT_LATER, BROKEN = "gone", "at once", "after the headers", "after a piece"
+STREAM = BODY | {"stream": True}
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    """Three servers of each role: a rule that allows one more server differs from one that allows all."""
+    async with AsyncExitStack() as stack:
+        yield await Place(stack, 3, 3).start()
+
+
+async def fail(place: Place, engines: list[FakeEngine], how: str | int) -> None:
+    for engine in engines:
+        if how == GONE:
+            await place.kill(engine)
+        elif isinstance(how, int):
+            engine.status, engine.answer_headers = how, {"Retry-After": "7"}
+        else:
+            engine.die = how
+
+
+def asked(engines: list[FakeEngine]) -> int:
+    return sum(len(engine.asked) + len(engine.others) for engine in engines)
+
+
+class Seen(NamedTuple):
+    status: int
+    """0 for a broken connection."""
+    prefill: int
+    """The requests that prefill servers saw."""
+    decode: int
+
+
+async def play(
+    place: Place, body: dict[str, Any] = BODY, path: str = "/v1/completions", method: str = "POST"
+) -> Seen:
+    content = {"json": body} if method == "POST" else {}
+    async with place.client.request(method, path, **content) as answer:
+        status = answer.status
+        try:
+            await answer.read()
+        except ClientError:
+            status = 0
+        if status == 429:
+            assert answer.headers["Retry-After"] == "7"
+    return Seen(status, asked(place.prefill), asked(place.decode))
+
+
+@pytest.mark.parametrize(
+    ("how", "one", "all_"),
+    [
+        (GONE, Seen(200, 1, 1), Seen(200, 0, 1)),
+        (CUT, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (500, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (501, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (503, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (408, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (429, Seen(200, 2, 1), Seen(200, 2, 1)),
+        (307, Seen(200, 1, 1), Seen(200, 1, 1)),
+        (400, Seen(400, 1, 0), Seen(400, 1, 0)),
+        (401, Seen(401, 1, 0), Seen(401, 1, 0)),
+        (404, Seen(404, 1, 0), Seen(404, 1, 0)),
+        (422, Seen(422, 1, 0), Seen(422, 1, 0)),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 3])
+async def test_prefill(place: Place, how: str | int, one: Seen, all_: Seen, number: int) -> None:
+    await fail(place, place.prefill[:number], how)
+    assert await play(place) == (one if number == 1 else all_)
+    counts, seen = await place.counts(), all_ if number == 3 else one
+    is_about_request = seen.status != 200
+    assert counts.get("without_prefill", 0) == (number == 3 and how != 307 and not is_about_request)
+    if not is_about_request and how != 307:
+        assert counts["prefill_retried"] == (1 if number == 1 else 3 if how == GONE else 2)
+    for engine in place.decode:
+        alone = number == 3 or how == 307
+        assert all(("kv_transfer_params" in body) != alone for body in engine.asked)
+
+
+@pytest.mark.parametrize(
+    ("how", "one", "all_"),
+    [
+        (GONE, Seen(200, 1, 1), Seen(503, 1, 0)),
+        (CUT, Seen(200, 2, 2), Seen(502, 2, 2)),
+        (CUT_LATER, Seen(200, 2, 2), Seen(502, 2, 2)),
+        (500, Seen(200, 2, 2), Seen(500, 2, 2)),
+        (501, Seen(200, 2, 2), Seen(501, 2, 2)),
+        (502, Seen(200, 2, 2), Seen(502, 2, 2)),
+        (503, Seen(200, 2, 2), Seen(503, 2, 2)),
+        (408, Seen(200, 2, 2), Seen(408, 2, 2)),
+        (429, Seen(200, 2, 2), Seen(429, 2, 2)),
+        (400, Seen(400, 1, 1), Seen(400, 1, 1)),
+        (404, Seen(404, 1, 1), Seen(404, 1, 1)),
+        (307, Seen(307, 1, 1), Seen(307, 1, 1)),
+        (BROKEN, Seen(0, 1, 1), Seen(0, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 3])
+async def test_decode(place: Place, how: str | int, one: Seen, all_: Seen, number: int) -> None:
+    """A server that may have begun leaves the next one a new handoff, and after the first byte there is no next one."""
+    await fail(place, place.decode[:number], how)
+    async with place.client.post("/v1/completions", json=STREAM, allow_redirects=False) as answer:
+        status = answer.status
+        try:
+            await answer.read()
+        except ClientError:
+            status = 0
+    seen = Seen(status, asked(place.prefill), asked(place.decode))
+    assert seen == (one if number == 1 else all_)
+    counts = await place.counts()
+    assert counts.get("refused", 0) == (number == 3 and seen.status >= 408)
+    assert counts["handed_off"] == seen.prefill
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_repeated"),
+    [
+        ("GET", "/v1/models", True),
+        ("GET", "/version", True),
+        ("OPTIONS", "/v1/chat/completions", True),
+        ("POST", "/v1/embeddings", True),
+        ("POST", "/tokenize", True),
+        ("POST", "/v1/messages/count_tokens", True),
+        ("POST", "/v1/responses", False),
+        ("POST", "/v1/messages", False),
+        ("POST", "/of_a_later_version", False),
+        ("DELETE", "/v1/responses/r1", False),
+    ],
+)
+@pytest.mark.parametrize("how", [GONE, CUT, 500, 429, 404])
+async def test_other_paths(place: Place, method: str, path: str, is_repeated: bool, how: str | int) -> None:
+    """A request that may have had an effect is not repeated, unless no server saw it."""
+    await fail(place, place.decode[:1], how)
+    final = {CUT: 502}.get(str(how), how)
+    if how == GONE:
+        expected = Seen(200, 0, 1)
+    elif how == 404:
+        expected = Seen(404, 0, 1)
+    else:
+        expected = Seen(200, 0, 2) if is_repeated else Seen(int(final), 0, 1)
+    assert await play(place, {"input": "hi"}, path, method) == expected
+    assert (await place.counts())["passed_through"] == 1
+
+
+@pytest.mark.parametrize("how", [CUT, 500])
+@pytest.mark.parametrize("options", [{}, {"streaming_from": 1}, {"migrate": True}, {"recompute": False}])
+async def test_a_request_that_ends_its_servers_ends_few(how: str | int, options: dict[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        place = await Place(stack, 3, 4).start(**options)
+        engines = [*place.prefill, *place.decode]
+        await fail(place, engines, how)
+        seen = await play(place, STREAM)
+        assert seen.status == (502 if how == CUT else 500)
+        assert 2 <= sum(bool(engine.asked) for engine in engines) <= 3
+        for engine in engines:
+            engine.die, engine.status = "", 200
+        assert (await play(place)).status == 200, "they are asked again at once"
+
+
+async def test_one_failure_of_each_role_is_not_the_end(place: Place) -> None:
+    await fail(place, [place.prefill[0], place.decode[0]], 500)
+    assert await play(place) == Seen(200, 3, 2)
+
+
+async def test_without_leave_to_recompute_the_client_gets_prefills_last_answer() -> None:
+    async with AsyncExitStack() as stack:
+        place = await Place(stack, 3, 1).start(recompute=False)
+        await fail(place, place.prefill, 429)
+        assert await play(place) == Seen(429, 2, 0)
+
+
+async def test_a_decode_server_that_cannot_follow_has_failed_once() -> None:
+    async with AsyncExitStack() as stack:
+        place = await Place(stack, 1, 3).start(streaming_from=1)
+        await fail(place, place.decode, 500)
+        assert (await play(place)).decode == 2
+
+
+async def test_a_server_that_answers_500_gets_fewer_requests_than_the_others(place: Place) -> None:
+    await fail(place, place.decode[:1], 500)
+    assert [(await play(place)).status for _ in range(6)] == [200] * 6
+    assert len(place.decode[0].asked) < 3
+    for engine in place.decode[1:]:
+        await place.kill(engine)
+    place.decode[0].status = 200
+    assert (await play(place)).status == 200, "it is there, and nobody else is"
+
+
+async def test_a_server_that_is_busy_stays_in_turn(place: Place) -> None:
+    await fail(place, place.decode[:1], 429)
+    for _ in range(4):
+        assert (await play(place)).status == 200
+    assert len(place.decode[0].asked) == 2
+    async with place.client.get("/health") as answer:
+        assert len((await answer.json())["decode"]) == 3
+
+
+async def test_limits_of_the_router_are_named_as_its_own(place: Place) -> None:
+    assert (await place.post())[0] == 200  # the client keeps this connection
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        status, answer = await place.post()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert status == 503
+    assert "EMFILE" in answer["error"]["message"]
+    assert "the router" in answer["error"]["message"]
+    assert (await place.counts())["own_limit"] == 1
+    async with place.client.get("/health") as health:
+        up = await health.json()
+    assert len(up["prefill"]) == len(up["decode"]) == 3
+    assert (await place.post())[0] == 200
