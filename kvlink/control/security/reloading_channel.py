@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvlink.runtime.supervised import guarded, start_job
+
 Options = Sequence[tuple[str, Any]]
 
 
@@ -57,7 +59,7 @@ class _Connection:
             method = self._methods[path] = getattr(self.channel, kind)(path)
         call = method(*request, **rest)
         self._running += 1
-        call.add_done_callback(self._ended)
+        call.add_done_callback(guarded("call ended", self._ended))
         return call
 
     def retire(self) -> None:
@@ -73,7 +75,7 @@ class _Connection:
 
     def _close_if_idle(self) -> None:
         if self._retired and not self._running and self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self.channel.close())
+            self._closing = start_job("retired channel", self.channel.close())
 
 
 class ReloadingChannel:
