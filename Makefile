@@ -85,10 +85,11 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 	touch $@
 
 .PHONY: lint
-lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy, import-linter, clang-format
+lint: build $(VENV)/.checked ## ruff, the rules of luck and supervision, the word list, mypy, import-linter, clang-format
 	ruff check .
 	ruff format --check .
 	python tests/luck.py
+	python tests/supervision.py
 	python tests/words.py
 	mypy -p kvlink -p benchmarks -p integrations
 	lint-imports

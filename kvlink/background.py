@@ -94,7 +94,7 @@ class ControlThread:
             future.cancel()
 
     def in_background(
-        self, name: str, job: Coroutine[Any, Any, object], warning: str
+        self, job: Coroutine[Any, Any, object], warning: str, *, name: str = "control job"
     ) -> concurrent.futures.Future[object]:
         """Starts a coroutine that no caller waits for. If it fails, logs `warning` with the error, and counts an error
         that is not kvlink's by `name`. Raises ConfigError like `submit`.

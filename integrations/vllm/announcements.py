@@ -106,7 +106,7 @@ class Announcements:
         """Claims the parts of `name` one after the other, until the last or `stop`. `trace` is the reader's."""
         following = Following(name, trace)
         following._job = self._control.in_background(
-            "parts of a handoff", self._follow(following), f"not followed request={name}"
+            self._follow(following), f"not followed request={name}", name="parts of a handoff"
         )
         return following
 

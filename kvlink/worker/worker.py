@@ -295,4 +295,4 @@ class Worker(Relays):
         return card
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
-        self._control.in_background("worker job", job, f"{what} failed request={request_id}")
+        self._control.in_background(job, f"{what} failed request={request_id}", name="worker job")

@@ -33,8 +33,8 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
         self.due = due
-        ring = guarded("store timer", self._wake)
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), ring)
+        in_s = max(0.0, due - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(in_s, guarded("store timer", self._wake))
 
     def close(self) -> None:
         """Ends the calls for good. Closing again has no effect."""
