@@ -38,7 +38,7 @@ class Unexpected(Exception):
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a loop that no other test has."""
+    """Names a loop that no other test has."""
     return str(request.node.name)
 
 

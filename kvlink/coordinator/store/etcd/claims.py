@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.denials import LogQuota
@@ -79,12 +80,15 @@ class EtcdClaims:
         waiter = _Waiter(claim, answer)
         does_not_wait = claim.timeout_s == 0
         self._waiting.add(claim, waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
-        answer.add_done_callback(guarded("claim ended", lambda _: self._waiting.remove(waiter)))
-        if does_not_wait:
-            asking = start_job("claim at once", self._answer_at_once(waiter))
-            answer.add_done_callback(guarded("claim at once ended", lambda _: asking.cancel()))
-        else:
+        asking = start_job("claim at once", self._answer_at_once(waiter)) if does_not_wait else None
+        answer.add_done_callback(guarded("claim ended", partial(self._end, waiter, asking)))
+        if not does_not_wait:
             self.serve_waiters(claim.request_id)
+
+    def _end(self, waiter: _Waiter, asking: asyncio.Task[None] | None, _: object) -> None:
+        self._waiting.remove(waiter)
+        if asking is not None:
+            asking.cancel()
 
     async def give_back(self, claim: Claim) -> None:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
@@ -150,14 +154,19 @@ class EtcdClaims:
         elif serving.record is None:
             waiter.answer.set_result([ticket.offer.ticket for ticket in serving.tickets])
         else:
-            self._start(request_id, self._give(waiter, serving, serving.record))
+            self._start(waiter, self._give(waiter, serving, serving.record))
             return True
         return False
 
-    def _start(self, request_id: str, job: Coroutine[None, None, None]) -> None:
+    def _start(self, waiter: _Waiter, job: Coroutine[None, None, None]) -> None:
+        request_id = waiter.claim.request_id
+
         async def run() -> None:
             try:
                 await job
+            except Exception as error:
+                survived("claims", error)
+                waiter.refuse(as_refusal(error))
             finally:
                 del self._running[request_id]
             self.serve_waiters(request_id)

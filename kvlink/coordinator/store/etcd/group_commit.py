@@ -61,10 +61,10 @@ class GroupCommit:
         while self._waiting and len(self._running) < _MAX_RUNNING:
             task = start_job("commit", self._commit(self._batch()))
             self._running.add(task)
+            task.add_done_callback(self._running.discard)
             task.add_done_callback(guarded("commit ended", self._sent))
 
     def _sent(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
         if not task.cancelled():
             self._send()
 
