@@ -31,6 +31,8 @@ _CALLBACKS = {
 }  # fmt: skip
 _FUTURES = {"submit", "run_in_executor"}
 _STARTS = _TASKS | _THREADS | _CALLBACKS | _FUTURES
+_WORDS = (*_STARTS, _HOME.rpartition(".")[2], "on_loop", "in_background")
+"""A module without any of them starts nothing."""
 _MODULES = {"asyncio", "threading", "_thread", "socketserver", "http.server"}
 
 _NAMED = {"start_loop", "keep_running", "start_job", "guarded", "start_thread", "keep_calling"}
@@ -194,7 +196,9 @@ def _discards(callback: ast.expr) -> bool:
 def _modules(root: Path) -> Iterator[_Module]:
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
-            yield _Module(path.relative_to(root).as_posix(), path.read_text())
+            source = path.read_text()
+            if any(word in source for word in _WORDS):
+                yield _Module(path.relative_to(root).as_posix(), source)
 
 
 def findings(root: Path) -> list[Finding]:
