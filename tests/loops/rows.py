@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import virtual_time
+from virtual_time import run
 
 SCENES: dict[str, Callable[[], None]] = {}
 
@@ -29,7 +29,7 @@ def scene(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
         assert name not in SCENES, f"{name} has two scenes"
         is_virtual = inspect.iscoroutinefunction(function)
-        SCENES[name] = (lambda: virtual_time.run(function)) if is_virtual else function
+        SCENES[name] = (lambda: run(function)) if is_virtual else function
         return function
 
     return register
