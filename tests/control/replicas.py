@@ -10,6 +10,7 @@ from typing import cast
 from control.cards import make_card
 
 from kvlink.control import CoordinatorClient, Session
+from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.values import Membership, Push, PushKind
 from kvlink.errors import CoordinatorUnavailable
@@ -50,6 +51,7 @@ class _Stream:
         self.avoid_server = leave
 
     async def send(self, beat: Beat) -> None:
+        CoordinatorCalls.KEEP_ALIVE.request.encode(beat)
         self._at.take_beat(self)
 
     async def receive(self) -> Push:
