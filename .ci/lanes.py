@@ -90,7 +90,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/cpp/", ("sanitizers",)),
     (r"tests/soak/", ("soak",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
-    (r"tests/(docs|smoke|unit|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
+    (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy")),
     (r"docs/examples/", ("processes", "docs", "newcomer")),

@@ -201,7 +201,15 @@ async def close_all() -> None:
     for key in sorted((key for key in list(_closables) if key[0] == here), reverse=True):
         closable = _closables.pop(key, None)
         if closable is not None:
-            await closable.close()
+            await _close(closable)
+
+
+async def _close(closable: Closable) -> None:
+    """Closes one object. The others are closed even if it fails."""
+    try:
+        await closable.close()
+    except Exception as error:
+        supervised.survived("event loop", error)
 
 
 def off_loop(call: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -45,6 +45,8 @@ _ALLOWED = {
     "benchmarks/measurements": "an error ends a measurement, or it would print wrong numbers",
     "benchmarks/scale": "an error ends a measurement, or it would print wrong numbers",
     "benchmarks/workloads": "an error ends a measurement, or it would print wrong numbers",
+    "integrations/transformers/demo.py:decode": "gives a request to the loop of transformers, and starts nothing",
+    "integrations/transformers/handoff.py:submit": "admits a handoff, and starts nothing itself",
     "integrations/vllm/announcements.py:announce": "counts its own errors, and outgoing.py reads the future",
     "integrations/vllm/announcements.py:take": "earlier_turns.py reads the future",
     "integrations/vllm/peer_prefixes.py:find": "the lookups of prefixes read the future",
@@ -88,18 +90,16 @@ class Loop(NamedTuple):
 class _Module:
     """The starts of one module."""
 
-    def __init__(self, path: str, source: str) -> None:
-        self.path = path
-        self.tree = ast.parse(source)
+    def __init__(self, root: Path, path: Path) -> None:
+        self.path = path.relative_to(root).as_posix()
+        self.tree = ast.parse(path.read_text())
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.names = dict(_imported(self.tree))
-        self.texts = {
-            target.id: node.value.value
-            for node in self.tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        self.texts = _constants(self.tree)
+        for here, (module, name) in self.names.items():
+            beside = path.with_name(f"{module}.py")
+            if name.isupper() and module and beside.exists():
+                self.texts[here] = _constants(ast.parse(beside.read_text())).get(name)
 
     def findings(self) -> Iterator[Finding]:
         for node in ast.walk(self.tree):
@@ -176,7 +176,8 @@ class _Module:
         named = [each.value for each in call.keywords if each.arg == "name"] or call.args[:1]
         if named and isinstance(named[0], ast.Constant) and isinstance(named[0].value, str):
             return named[0].value
-        return self.texts.get(named[0].id) if named and isinstance(named[0], ast.Name) else None
+        text = self.texts.get(named[0].id) if named and isinstance(named[0], ast.Name) else None
+        return text if isinstance(text, str) else None
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -185,6 +186,17 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
         if isinstance(node, ast.ImportFrom):
             for each in node.names:
                 yield each.asname or each.name, (node.module or "", each.name)
+
+
+def _constants(tree: ast.Module) -> dict[str, object]:
+    """Returns the constants of a module by their names."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def _discards(callback: ast.expr) -> bool:
@@ -198,7 +210,7 @@ def _modules(root: Path) -> Iterator[_Module]:
         for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text()
             if any(word in source for word in _WORDS):
-                yield _Module(path.relative_to(root).as_posix(), source)
+                yield _Module(root, path)
 
 
 def findings(root: Path) -> list[Finding]:

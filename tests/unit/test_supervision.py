@@ -114,4 +114,7 @@ def test_the_names_of_loops_are_drawn_from_the_code(tmp_path: Path) -> None:
         "start_loop('one', run)\nstart_thread(NAME, run)\npool.on_loop('two', run)\nstart_awaited(job)",
     )
     assert [each.name for each in loops(tmp_path)] == ["one", "by constant", "two"]
+    write(tmp_path, "pass")
+    write(tmp_path, "from .x import NAME as ITS_NAME\nstart_loop(ITS_NAME, run)", name="y")
+    assert [each.name for each in loops(tmp_path)] == ["by constant"]
     assert {"session", "prefix publisher", "readiness", "etcd watch"} <= {each.name for each in loops()}
