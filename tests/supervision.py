@@ -214,13 +214,13 @@ def _modules(root: Path) -> Iterator[_Module]:
 
 
 def findings(root: Path) -> list[Finding]:
-    """Returns what starts background work in another way below `root`, and loops of two modules with one name."""
+    """Returns what starts background work in another way below `root`, and loops of two folders with one name."""
     modules = list(_modules(root))
     found = [each for module in modules for each in module.findings()]
     first: dict[str, Loop] = {}
     for loop in (each for module in modules for each in module.loops()):
         other = first.setdefault(loop.name, loop)
-        if other.path != loop.path:
+        if Path(other.path).parent != Path(loop.path).parent:
             found.append(
                 Finding(loop.path, loop.line, "", f"has a loop with the name of {other.path}: {loop.name}")
             )

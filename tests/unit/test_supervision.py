@@ -18,8 +18,8 @@ NAME = "by constant"
 """
 
 
-def write(root: Path, body: str, name: str = "x") -> None:
-    folder = root / "kvlink"
+def write(root: Path, body: str, name: str = "x", under: str = "kvlink") -> None:
+    folder = root / under
     folder.mkdir(exist_ok=True)
     lines = "\n    ".join(body.splitlines())
     (folder / f"{name}.py").write_text(
@@ -91,12 +91,14 @@ def test_what_is_supervised_or_waited_for_is_fine(tmp_path: Path, body: str) -> 
     assert findings(tmp_path) == []
 
 
-def test_a_name_is_written_at_the_start_and_belongs_to_one_module(tmp_path: Path) -> None:
+def test_a_name_is_written_at_the_start_and_belongs_to_one_folder(tmp_path: Path) -> None:
     write(tmp_path, "start_loop(loop.name, run)")
     assert [each.what for each in findings(tmp_path)] == ["starts a loop whose name is not written there"]
     write(tmp_path, "start_loop('one', run)\nstart_job('one', job)")
     assert findings(tmp_path) == []
     write(tmp_path, "start_loop('one', run)", name="y")
+    assert findings(tmp_path) == []
+    write(tmp_path, "start_loop('one', run)", under="integrations")
     assert [each.what for each in findings(tmp_path)] == [
         "has a loop with the name of kvlink/x.py: one",
     ]
