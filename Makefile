@@ -87,10 +87,11 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 NEWEST = $(shell sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | tail -n 1)
 
 .PHONY: lint
-lint: build $(VENV)/.checked ## ruff, the rule against luck, the word list, mypy, import-linter, clang-format
+lint: build $(VENV)/.checked ## ruff, the rules of luck and supervision, the word list, mypy, import-linter, clang-format
 	ruff check .
 	ruff format --check .
 	python tests/luck.py
+	python tests/supervision.py
 	python tests/words.py
 	mypy -p kvlink -p benchmarks -p integrations
 	mypy --python-version $(NEWEST) -p kvlink -p benchmarks -p integrations

@@ -94,7 +94,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/soak/", ("soak",)),
     (r"tests/pythons/|\.ci/pythons", ("pythons",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
-    (r"tests/(docs|smoke|unit|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
+    (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy", "pythons", "image")),
     (r"docs/examples/", ("processes", "docs", "newcomer")),

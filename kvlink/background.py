@@ -12,13 +12,16 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor  # its module cannot be loaded at interpreter exit
 from contextlib import closing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from kvlink.errors import Cancelled, ConfigError, CoordinatorUnavailable
+from kvlink.errors import Cancelled, ConfigError, CoordinatorUnavailable, KVLinkError
 from kvlink.forks import ADVICE, use_grpc
+from kvlink.runtime import supervised
+from kvlink.runtime.supervised import guarded, keep_calling, keep_running, start_thread
 
 _log = logging.getLogger("kvlink.worker")
 
@@ -36,8 +39,9 @@ class ControlThread:
         self._loop = asyncio.new_event_loop()
         self._closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
-        self._thread.start()
+        self._stopping = threading.Event()
+        run = partial(_run, self._loop, self._stopping)
+        self._thread = start_thread("control thread", run, self._stopping, thread_name=name)
         _open.add(self)
 
     @classmethod
@@ -59,11 +63,12 @@ class ControlThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the thread. Other threads may only use `call_soon_threadsafe`."""
+        """The event loop of the thread. Other threads use the methods of this class."""
         return self._loop
 
     def submit(self, job: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine on the loop. Raises ConfigError after `close` and in a forked child."""
+        """Starts a coroutine on the loop, whose future the caller reads. Raises ConfigError after `close` and in a
+        forked child."""
         why = self._why_not()
         if why:
             job.close()
@@ -88,14 +93,34 @@ class ControlThread:
         finally:
             future.cancel()
 
-    def in_background(self, job: Coroutine[Any, Any, None], warning: str) -> None:
-        """Starts a coroutine that no caller waits for. Logs `warning` with the error if it fails."""
+    def in_background(
+        self, job: Coroutine[Any, Any, object], warning: str, *, name: str = "control job"
+    ) -> concurrent.futures.Future[object]:
+        """Starts a coroutine that no caller waits for. If it fails, logs `warning` with the error, and counts an error
+        that is not kvlink's by `name`. Raises ConfigError like `submit`.
+        """
 
-        def log_failure(future: concurrent.futures.Future[None]) -> None:
-            if not future.cancelled() and future.exception() is not None:
-                _log.warning("%s error=%s", warning, str(future.exception()))
+        def note_failure(future: concurrent.futures.Future[object]) -> None:
+            if future.cancelled() or (error := future.exception()) is None:
+                return
+            _log.warning("%s error=%s", warning, supervised.shown(error))
+            if not isinstance(error, KVLinkError):
+                supervised.survived(name, error)
 
-        self.submit(job).add_done_callback(log_failure)
+        running: concurrent.futures.Future[object] = self.submit(job)
+        running.add_done_callback(guarded(name, note_failure))
+        return running
+
+    def keep_running(
+        self, name: str, run: Callable[[], Awaitable[object]]
+    ) -> concurrent.futures.Future[None]:
+        """Starts a loop, which runs again after an exception, until the future is cancelled or `run` returns."""
+        return self.submit(keep_running(name, run))
+
+    def on_loop(self, name: str, call: Callable[..., object], *args: object) -> None:
+        """Calls a function on the loop. Has no effect after `close` and in a forked child."""
+        if not self._why_not():
+            self._loop.call_soon_threadsafe(guarded(name, call), *args)
 
     def close(self) -> None:
         """Cancels running coroutines and stops the thread. Close agents and clients first. Idempotent."""
@@ -106,6 +131,7 @@ class ControlThread:
                 return
             self._closed = True
         _open.discard(self)
+        self._stopping.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_TIMEOUT_S)
@@ -127,12 +153,12 @@ def _close_all() -> None:
         thread.close()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     # Not shutdown_default_executor(): it starts a thread, which Python 3.12 refuses at interpreter exit.
     with closing(loop), ThreadPoolExecutor(thread_name_prefix="asyncio") as executor:
         loop.set_default_executor(executor)
-        loop.run_forever()
+        keep_calling("event loop", loop.run_forever, stopping)
         loop.run_until_complete(close_all())
         _cancel(loop, [task for task in asyncio.all_tasks(loop) if inspect.iscoroutine(task.get_coro())])
         # The remaining tasks are gRPC's, in Cython. They end without help and would print a traceback when cancelled.
@@ -175,7 +201,15 @@ async def close_all() -> None:
     for key in sorted((key for key in list(_closables) if key[0] == here), reverse=True):
         closable = _closables.pop(key, None)
         if closable is not None:
-            await closable.close()
+            await _close(closable)
+
+
+async def _close(closable: Closable) -> None:
+    """Closes one object. The others are closed even if it fails."""
+    try:
+        await closable.close()
+    except Exception as error:
+        supervised.survived("event loop", error)
 
 
 def off_loop(call: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -23,6 +23,7 @@ _CLOCK_OWNERS = {"time", *_LOOPS}
 
 # "file" or "file:function", below tests/, and why it may.
 _ALLOWED = {
+    "control/replicas.py": "stands in for coordinators of tests in virtual time",
     "control/fleet.py": "load for tests outside the gate",
     "control_simulation/__main__.py:main": "says how long the seeds took; it judges nothing by that",
     "integrations/batching_peer.py": "the peers of test_transformers.py, which is outside the gate",

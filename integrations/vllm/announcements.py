@@ -18,6 +18,7 @@ from kvlink.background import ControlThread
 from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer
 from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
+from kvlink.runtime.supervised import survived
 from kvlink.tracing import TraceParent
 
 from .handoff import Owner
@@ -41,7 +42,7 @@ class Following:
         """Why no more parts come; empty while they do, and after the last."""
         self._parts: deque[Part] = deque()
         self._first: Part | None = None
-        self._job: Future[None] | None = None
+        self._job: Future[object] | None = None
 
     def take(self) -> list[Part]:
         """Returns the parts that came since the last call, in order."""
@@ -104,7 +105,9 @@ class Announcements:
     def follow(self, name: str, trace: TraceParent | None) -> Following:
         """Claims the parts of `name` one after the other, until the last or `stop`. `trace` is the reader's."""
         following = Following(name, trace)
-        following._job = self._control.submit(self._follow(following))
+        following._job = self._control.in_background(
+            self._follow(following), f"not followed request={name}", name="parts of a handoff"
+        )
         return following
 
     def take(self, name: str, wait_s: float) -> Future[bytes]:
@@ -124,6 +127,9 @@ class Announcements:
                 await self._coordinator_client().offer(offer)
         except KVLinkError as error:
             _log.warning("not announced request=%s error=%s", offer.request_id, error)
+            raise
+        except Exception as error:
+            survived("announcements", error)
             raise
 
     async def _follow(self, following: Following) -> None:

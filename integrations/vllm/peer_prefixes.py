@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kvlink.background import ControlThread
@@ -81,15 +81,16 @@ class PeerPrefixes:
 
     # The following methods run on the control thread.
 
-    def _later(self, call: object, *args: object) -> None:
-        self._control.loop.call_soon_threadsafe(call, *args)  # type: ignore[arg-type]
+    def _later(self, call: Callable[..., None], *args: object) -> None:
+        self._control.on_loop("prefix of a server", call, *args)
 
     def _publish(self, prefix: Prefix, ends: float) -> None:
         if not self._publishers:
             for address in self._coordinator.split(","):
                 client = CoordinatorClient(address)
                 publisher = PrefixPublisher(client, self._publishing)
-                self._publishers.append((client, publisher, self._control.submit(publisher.run())))
+                running = self._control.keep_running("server prefix publisher", publisher.run)
+                self._publishers.append((client, publisher, running))
         for _, publisher, _ in self._publishers:
             publisher.publish(prefix, lambda: time.monotonic() < ends)
 

@@ -11,6 +11,8 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvlink.runtime.supervised import guarded
+
 
 @contextmanager
 def q_pressed() -> Iterator[asyncio.Future[None]]:
@@ -26,7 +28,10 @@ def q_pressed() -> Iterator[asyncio.Future[None]]:
     keyboard = sys.stdin.fileno()
 
     def read() -> None:
-        keys = os.read(keyboard, 64)
+        try:
+            keys = os.read(keyboard, 64)
+        except OSError:  # the terminal is gone
+            keys = b""
         if not keys:
             loop.remove_reader(keyboard)
         elif set(keys) & set(b"qQ") and not pressed.done():
@@ -34,7 +39,7 @@ def q_pressed() -> Iterator[asyncio.Future[None]]:
 
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
-    loop.add_reader(keyboard, read)
+    loop.add_reader(keyboard, guarded("keyboard", read))
     try:
         yield pressed
     finally:

@@ -9,8 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Annotated, BinaryIO
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from kvlink.cli.prefix_copies import Counters, Row, in_rounds, of_chat, of_text,
 from kvlink.cli.router import base_urls
 from kvlink.cli.tables import print_json
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.runtime.supervised import start_thread
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -87,11 +89,12 @@ def replicate(
         rows: dict[str, Row] = {}
 
         def ask(url: str) -> None:
+            rows[url] = _failed(url, "an unexpected error, see the log", 0.0)  # unless the next line returns
             rows[url] = _copy(url, body, key, timeout_s)
 
-        threads = [Thread(target=ask, args=(url,), daemon=True) for url in now]
-        for thread in threads:
-            thread.start()
+        stopping = Event()
+        stopping.set()  # no server is asked a second time
+        threads = [start_thread("server copy", partial(ask, url), stopping) for url in now]
         for thread in threads:
             thread.join()
         return [rows[url] for url in now]
@@ -178,13 +181,12 @@ def _copy(url: str, body: Row, key: str, timeout_s: float) -> Row:
     except _Refused as error:
         why = "".join(letter if letter.isprintable() else " " for letter in str(error))
         why = (why.replace(key, "…") if key else why)[:_MOST_LETTERS]
-        return {
-            "server": url,
-            "seconds": round(time.monotonic() - began, 3),
-            "state": "failed",
-            "note": why,
-        }
+        return _failed(url, why, time.monotonic() - began)
     return row | outcome(_counted(url, before, row["tokens"]) if before else None, row["tokens"])
+
+
+def _failed(url: str, why: str, seconds: float) -> Row:
+    return {"server": url, "seconds": round(seconds, 3), "state": "failed", "note": why}
 
 
 def _tokens_of(answer: str) -> int:

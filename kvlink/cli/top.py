@@ -22,6 +22,7 @@ from kvlink.cli.tables import make_console, print_json
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
 from kvlink.monitoring.fleet_view import plain
+from kvlink.runtime.supervised import start_awaited
 
 _MOST_LINKS = 20
 _QUIT = "[dim]q: quit[/]"
@@ -62,7 +63,7 @@ async def _watch(address: str, every_s: float, rounds: int, as_json: bool) -> No
             await look()
             return
         with q_pressed() as pressed, live:
-            looking = asyncio.create_task(look())
+            looking = start_awaited(look())
             await asyncio.wait([looking, pressed], return_when=asyncio.FIRST_COMPLETED)
             if looking.done():
                 looking.result()

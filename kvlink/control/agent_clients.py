@@ -10,6 +10,7 @@ from kvlink.control.client import AgentClient
 from kvlink.control.now import now
 from kvlink.control.security import Security
 from kvlink.forks import check_grpc
+from kvlink.runtime.supervised import start_job
 
 _UNUSED_S = 300.0  # far longer than any call, so no call runs on a client that is closed as unused
 
@@ -52,6 +53,6 @@ class AgentClients:
             if asked_for >= now - _UNUSED_S:
                 return
             del self._kept[address]
-            closing = asyncio.create_task(client.close())
+            closing = start_job("unused client", client.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

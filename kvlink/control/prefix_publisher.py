@@ -19,7 +19,8 @@ from kvlink.control.now import now
 from kvlink.control.prefix_calls import PrefixCalls
 from kvlink.control.prefix_values import KEY_BYTES, Prefix, PrefixChanges
 from kvlink.control.values import WorkerEpoch
-from kvlink.errors import KVLinkError
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.runtime.supervised import survived
 
 _log = logging.getLogger("kvlink.control")
 
@@ -58,6 +59,8 @@ class PrefixPublisher:
         self._ask_at = -math.inf
         self._work = asyncio.Event()
         self._num_failures = 0
+        self._alone = False
+        """Whether calls have one change each, to find one that cannot be sent."""
 
     def __len__(self) -> int:
         return len(self._published)
@@ -84,6 +87,7 @@ class PrefixPublisher:
                 await self._work.wait()
             self._work.clear()
             if await self.step():
+                await asyncio.sleep(0)
                 continue
             if self._num_failures:
                 await asyncio.sleep(min(_SWEEP_EVERY_S * 2**self._num_failures, _MOST_RETRY_S))
@@ -93,7 +97,7 @@ class PrefixPublisher:
 
     async def step(self) -> bool:
         """Withdraws what has ended, and sends what is due. Returns whether there is more to send at once."""
-        for request_id in [name for name, each in self._published.items() if not each.is_live()]:
+        for request_id in [name for name, each in self._published.items() if not self._is_live(each)]:
             self.withdraw(request_id)
         at = self._clock()
         changes = self._changes(at)
@@ -102,15 +106,15 @@ class PrefixPublisher:
         try:
             directory_id = await self._client.publish_prefixes(changes)
         except KVLinkError as error:
-            if not self._num_failures:
-                _log.warning(
-                    "prefixes are not published for now worker=%s prefixes=%d error=%s",
-                    changes.worker_id,
-                    len(self._published),
-                    error,
-                )
-            self._num_failures = min(self._num_failures + 1, 8)
+            if isinstance(error, ConfigError) and self._leave_out(changes, error):
+                return True
+            self._note_failure(changes, error)
             return False
+        except Exception as error:
+            if not self._leave_out(changes, error):
+                raise
+            return True
+        self._alone = False
         self._num_failures = 0
         self._ask_at = at + _ASK_EVERY_S
         self._note_sent(changes, at)
@@ -118,6 +122,37 @@ class PrefixPublisher:
             self._publish_again(changes)
             self._directory_id = directory_id
         return any(each.due <= at for each in self._published.values()) or bool(self._withdrawn)
+
+    def _note_failure(self, changes: PrefixChanges, error: KVLinkError) -> None:
+        if not self._num_failures:
+            _log.warning(
+                "prefixes are not published for now worker=%s prefixes=%d error=%s",
+                changes.worker_id,
+                len(self._published),
+                error,
+            )
+        self._num_failures = min(self._num_failures + 1, 8)
+
+    def _leave_out(self, changes: PrefixChanges, error: Exception) -> bool:
+        """Finds the change that cannot be sent, by sending one at a time, and leaves it for half of its time.
+
+        Returns False if the call had no change, so that the error is not of one.
+        """
+        if not changes.prefixes and not changes.withdrawn:
+            return False
+        if len(changes.prefixes) + len(changes.withdrawn) > 1:
+            self._alone = True
+            return True
+        self._note_sent(changes, self._clock())
+        survived("prefix publisher", error)
+        return True
+
+    def _is_live(self, each: _Published) -> bool:
+        try:
+            return each.is_live()
+        except Exception as error:
+            survived("prefix publisher", error)
+            return False
 
     def _changes(self, at: float) -> PrefixChanges:
         """Returns what is due, as much as one call may carry. A prefix that is larger than that goes alone."""
@@ -129,11 +164,12 @@ class PrefixPublisher:
             size = _most_bytes(each.prefix)
             keys = len(each.prefix.keys) // KEY_BYTES
             fits = num_bytes + size <= _BATCH_BYTES and num_keys + keys <= limits.MAX_PREFIX_KEYS
-            if taken and (not fits or len(taken) == limits.MAX_PREFIXES):
+            if taken and (not fits or self._alone or len(taken) == limits.MAX_PREFIXES):
                 break
             taken.append(each.prefix)
             num_bytes, num_keys = num_bytes + size, num_keys + keys
-        names = list(self._withdrawn)[: limits.MAX_BATCH_OPS] if num_bytes <= _BATCH_BYTES else []
+        most = limits.MAX_BATCH_OPS if not self._alone else 0 if taken else 1
+        names = list(self._withdrawn)[:most] if num_bytes <= _BATCH_BYTES else []
         return PrefixChanges(*self._worker(), tuple(taken), tuple(names))
 
     def _note_sent(self, changes: PrefixChanges, at: float) -> None:

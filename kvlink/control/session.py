@@ -14,13 +14,16 @@ from enum import Enum
 from kvlink.backoff import Backoff
 from kvlink.control.beats import Beats
 from kvlink.control.client import CoordinatorClient
+from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import NotJoined, Replaced
+from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.values import Membership, Offer, Push, PushKind
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.runtime.supervised import guarded, start_awaited, start_loop, survived
 from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
@@ -57,7 +60,7 @@ class Session:
         self._client = client
         self._membership = membership
         self._beats = Beats(membership, now())
-        self._on_settle = on_settle
+        self._on_settle = guarded("session settles", on_settle)
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -68,7 +71,7 @@ class Session:
         self.state = SessionState.JOINED
         self.num_rejoins = 0
         """Counts the rejoins after which all offers were sent again."""
-        self._task = asyncio.get_running_loop().create_task(self._stay_joined())
+        self._task = start_loop("session", self._stay_joined)
 
     @classmethod
     async def join(
@@ -172,6 +175,8 @@ class Session:
                     await self._keep_alive(backoff, rejoined)
                 except KVLinkError as error:
                     _log.warning("lost the coordinator worker=%s error=%s", self.card.worker_id, error)
+                except Exception as error:
+                    survived("session", error)
                 self.state = SessionState.REJOINING
                 self._joined.clear()
                 await self._spread_out()
@@ -186,6 +191,8 @@ class Session:
                 return
             except KVLinkError as error:
                 _log.info("cannot join yet worker=%s error=%s", self.card.worker_id, error)
+            except Exception as error:
+                survived("session", error)
 
     async def _spread_out(self) -> None:
         """Waits a random time within the lease, or until there is something to offer.
@@ -215,7 +222,8 @@ class Session:
         if not live:
             return set()
         async with self._client.handoffs() as stream:
-            results = await asyncio.gather(*map(stream.offer, live), return_exceptions=True)
+            sending = [_begun(stream, offer) for offer in live]
+            results = await asyncio.gather(*sending, return_exceptions=True)
         refused = set()
         for offer, result in zip(live, results, strict=True):
             if isinstance(result, CoordinatorUnavailable):
@@ -251,7 +259,7 @@ class Session:
         stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
         tasks = [
-            asyncio.ensure_future(job)
+            start_awaited(job)
             for job in (
                 self._beat(stream, beats),
                 self._listen(stream, beats, backoff),
@@ -274,8 +282,19 @@ class Session:
     async def _beat(self, stream: Stream[Beat, Push], beats: Beats) -> None:
         while True:
             beats.sent(now())
-            await stream.send(Beat(self.card.worker_id, self.card.epoch, self._report()))
+            await stream.send(self._next_beat())
             await asyncio.sleep(self._membership.keep_alive_s)
+
+    def _next_beat(self) -> Beat:
+        """Returns a beat, without a report if there is none that can be sent: it must not cost the membership."""
+        bare = Beat(self.card.worker_id, self.card.epoch)
+        try:
+            beat = bare._replace(report=self._report())
+            CoordinatorCalls.KEEP_ALIVE.request.encode(beat)
+        except Exception as error:
+            survived("session", error)
+            return bare
+        return beat
 
     async def _give_up(self, stream: Stream[Beat, Push], beats: Beats) -> None:
         """Raises CoordinatorUnavailable when beats stay unanswered although the connection is open."""
@@ -296,3 +315,15 @@ class Session:
             else:
                 beats.answered()
                 backoff.reset()
+
+
+def _begun(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
+    """Sends an offer. One that cannot be sent fails alone."""
+    try:
+        return stream.offer(offer)
+    except CoordinatorUnavailable:  # of the stream, and so of all offers
+        raise
+    except Exception as error:
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failed.set_exception(error)
+        return failed

@@ -9,6 +9,7 @@ import logging
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvlink import __version__
@@ -47,6 +48,7 @@ from kvlink.coordinator.store.members import BEATS_PER_LEASE
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores, by_tenant, stores
 from kvlink.errors import ConfigError
+from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
@@ -173,7 +175,7 @@ class Coordinator:
                     return
                 if orders is None:
                     orders = await self._store.orders(worker.worker_id, worker.epoch)
-                    forwarding = asyncio.create_task(_forward(orders, send))
+                    forwarding = start_loop("settle orders", partial(_forward, orders, send))
                 self._reports.note(caller().tenant, worker)
                 await send(Push(PushKind.ACK))
         finally:

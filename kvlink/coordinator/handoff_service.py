@@ -24,6 +24,7 @@ from kvlink.control.values import (
     SettleOrder,
 )
 from kvlink.coordinator.store import Store
+from kvlink.runtime.supervised import start_awaited
 
 _log = logging.getLogger("kvlink.control")
 _Answer = EagerFuture[list[bytes]]
@@ -56,20 +57,29 @@ class HandoffServer:
         self._late_answers = asyncio.Event()
 
     async def serve(self, batches: AsyncIterator[HandoffBatch]) -> None:
-        """Returns when the peer has sent its last batch and every claim is answered. Cancel it to stop earlier."""
-        sending = asyncio.create_task(self._send_late_answers())
+        """Returns when the peer has sent its last batch and every claim is answered. Cancel it to stop earlier.
+
+        Raises what a batch or an answer raises: the stream then ends, and the peer repeats its claims on another.
+        """
+        tasks = [start_awaited(self._take(batches)), start_awaited(self._send_late_answers())]
         try:
-            async for batch in batches:
-                await self._execute(batch)
-                await self._send_results()
-            if self._waiting:
-                await asyncio.wait(self._waiting)
-            await self._send_results()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            sending.cancel()
+            for task in tasks:
+                task.cancel()
             while self._waiting:
                 self._waiting.popitem()[0].cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, batches: AsyncIterator[HandoffBatch]) -> None:
+        async for batch in batches:
+            await self._execute(batch)
+            await self._send_results()
+        if self._waiting:
+            await asyncio.wait(self._waiting)
+        await self._send_results()
 
     async def _execute(self, batch: HandoffBatch) -> None:
         offers = [self._store.offer(offer) for offer in batch.offers]

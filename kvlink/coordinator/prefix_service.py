@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import MAX_FOUND, Limits
@@ -22,6 +23,7 @@ from kvlink.control.security import caller
 from kvlink.control.values import CoordinatorStatus
 from kvlink.coordinator.prefix_directory import PrefixDirectory
 from kvlink.coordinator.store import Store
+from kvlink.runtime.supervised import start_loop
 from kvlink.types import Joined
 
 _WATCH_AGAIN_S = 1.0
@@ -93,7 +95,7 @@ class PrefixService:
         directory = self._directories.setdefault(tenant, PrefixDirectory())
         if tenant not in self._following:
             # The task has the caller's context, and therefore watches the caller's tenant.
-            self._following[tenant] = asyncio.create_task(self._follow(directory))
+            self._following[tenant] = start_loop("prefix watch", partial(self._follow, directory))
         return directory
 
     def _make_room(self) -> None:

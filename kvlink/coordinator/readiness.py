@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvlink.control.values import StoreHealth
+from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.control")
 
@@ -41,13 +42,14 @@ class Readiness:
 
     def start(self) -> None:
         """Starts checking. Call it once."""
-        self._looking = asyncio.get_running_loop().create_task(self._look_on())
+        self._looking = start_loop("readiness", self._look_on)
 
     async def look(self) -> None:
         """Checks the store now, and reports a change to the health service."""
         why = self.why_not()
         if self._reported == (not why):
             return
+        await self._report(not why)  # a report that fails is repeated at the next check
         self._reported = not why
         if self._is_draining():
             _log.info("not ready: %s", why)
@@ -55,7 +57,6 @@ class Readiness:
             _log.warning("not ready: %s", why)
         else:
             _log.warning("ready again")
-        await self._report(self._reported)
 
     async def _look_on(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Role, Security, caller
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import Store
+from kvlink.runtime.supervised import start_awaited
 from kvlink.types import WorkerCard
 
 F = TypeVar("F", bound=asyncio.Future[Any])
@@ -71,7 +72,7 @@ class TenantStores:
         return await (await self._here()).watch()
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
-        return self._begun(lambda store: store.offer(offer), asyncio.ensure_future)
+        return self._begun(lambda store: store.offer(offer), start_awaited)
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
         return self._begun(lambda store: store.claim(claim), eagerly)
@@ -80,7 +81,7 @@ class TenantStores:
         self._opened()[caller().tenant].give_back(claim)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
-        return self._begun(lambda store: store.settle(order), asyncio.ensure_future)
+        return self._begun(lambda store: store.settle(order), start_awaited)
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
         return await (await self._here()).orders(worker_id, epoch)
@@ -122,7 +123,7 @@ class TenantStores:
                 raise Refused(
                     Reason.TOO_MANY, f"this coordinator already serves {_MAX_TENANTS} tenants, its limit"
                 )
-            opening = self._stores[tenant] = asyncio.ensure_future(_started(self._make(tenant)))
+            opening = self._stores[tenant] = start_awaited(_started(self._make(tenant)))
         return opening
 
     async def _in_sight(self) -> dict[str, Store]:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, TypeVar
 
 from kvlink.forks import num_forks
+from kvlink.runtime.supervised import guarded
 from kvlink.transfer.engine import CompletionQueue, Engine, Transfer
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class LoopWaiter:
         self._queue = CompletionQueue()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._tokens = itertools.count(1)
-        loop.add_reader(self._queue.fileno(), self._drain)
+        loop.add_reader(self._queue.fileno(), guarded("completions", self._drain))
 
     @classmethod
     def of_running_loop(cls) -> LoopWaiter:
@@ -123,7 +124,7 @@ class QueueReader:
         self._made_at = num_forks()
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.queue.fileno(), self._read)
+        self._loop.add_reader(self.queue.fileno(), guarded("engine events", self._read))
 
     def close(self) -> None:
         """Stops the calls. Idempotent."""

@@ -7,12 +7,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvlink.background import off_loop
 from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
 from kvlink.layout import GroupsAssignment, assign_groups, owner_ranks
 from kvlink.layout.groups import difference
+from kvlink.runtime.supervised import guarded, start_loop
 from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
 from kvlink.transfer.path_log import PathLog
@@ -216,9 +218,9 @@ class Peers:
 
     def _retire(self, connection: Connection) -> None:
         """Closes a connection after the pulls on its other lanes have ended."""
-        task = asyncio.create_task(_close_when_idle(connection))
+        task = start_loop("retired connection", partial(_close_when_idle, connection))
         self._retiring[task] = connection
-        task.add_done_callback(self._retiring.pop)
+        task.add_done_callback(guarded("connection retired", self._retiring.pop))
 
 
 async def _close_when_idle(connection: Connection) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from kvlink.errors import Cancelled, ConfigError, KVLinkError
+from kvlink.runtime.supervised import guarded
 from kvlink.timeouts import checked
 from kvlink.transfer.completion import LoopWaiter, SharedAwaitable, cancellation
 from kvlink.transfer.engine import FAILED, SETTLED, failure
@@ -176,7 +177,7 @@ class Pull(SharedAwaitable[PullStats]):
             if stopping:
                 self._starting.cancel()
             started = asyncio.wrap_future(self._starting)
-            started.add_done_callback(_retrieve_exception)  # _conclude raises it
+            started.add_done_callback(guarded("pull start", _retrieve_exception))  # _conclude raises it
             await asyncio.wait([started])
         transfers = [transfer for _, _, transfer in self._started(0) or []]
         if stopping:

@@ -17,6 +17,7 @@ from kvlink.background import ControlThread
 from kvlink.errors import ConfigError, PeerUnreachable, TransferError, TransferTimeout
 from kvlink.forks import check_own, num_forks
 from kvlink.layout import GroupsAssignment
+from kvlink.runtime.supervised import guarded
 from kvlink.ticket import SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.transfer.device_work import DeviceWork, until_ended
@@ -151,7 +152,7 @@ class PullStarts:
             elif error := starting.exception():
                 self.failed[type(error).__name__] += 1
 
-        starting.add_done_callback(ended)
+        starting.add_done_callback(guarded("pull started", ended))
         return starting
 
     def cancel_all(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError, PeerUnreachable, TransferTimeout
+from kvlink.runtime.supervised import guarded, start_awaited
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.reconnect import ReconnectBackoff
 
@@ -58,8 +59,8 @@ class SharedConnects:
         connect = self._running.get(key)
         if connect is None or connect.task.done():
             connect = self._running[key] = _Connect()
-            connect.task = asyncio.create_task(self._run(connect, key, agent))
-            connect.task.add_done_callback(lambda _: self._ended(connect, key))
+            connect.task = start_awaited(self._run(connect, key, agent))
+            connect.task.add_done_callback(guarded("connect ended", lambda _: self._ended(connect, key)))
         connect.deadlines.append(deadline)
         try:
             # The owner may be stopped and never answer.

@@ -22,7 +22,7 @@ class Draining(SharedPrefixes):
         Soft offers do not count. From the first call on the worker shows that it drains, also at the coordinator.
         """
         ends = time.monotonic() + checked(grace_s)
-        self._control.loop.call_soon_threadsafe(self._membership.begin_drain)
+        self._control.on_loop("drain", self._membership.begin_drain)
         while self.lease_counts().active:
             if time.monotonic() >= ends:
                 return False

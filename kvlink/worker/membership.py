@@ -21,6 +21,7 @@ from kvlink.control.values import WorkerEpoch
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
+from kvlink.runtime.supervised import start_job, start_loop
 from kvlink.ticket import Ticket
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.path_log import log_start
@@ -136,7 +137,7 @@ class WorkerMembership:
         self._agent.publish(self._card)
         if self._session is not None:
             self._session.card = self._card  # a rejoin publishes it too
-            self._telling = asyncio.get_running_loop().create_task(self._tell(self._card))
+            self._telling = start_job("drain notice", self._tell(self._card))
 
     def _asked_to_drain(self) -> int:
         self.begin_drain()
@@ -215,7 +216,7 @@ class WorkerMembership:
                 publisher = PrefixPublisher(
                     client, lambda: WorkerEpoch(session.card.worker_id, session.card.epoch)
                 )
-                task = asyncio.get_running_loop().create_task(publisher.run())
+                task = start_loop("prefix publisher", publisher.run)
                 self._publishing.append((client, publisher, task))
         for _, publisher, _ in self._publishing:
             publisher.publish(prefix, is_live)

@@ -114,7 +114,7 @@ class SharedPrefixes(SoftLeases):
         return self._control.submit(find())
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
-        self._control.loop.call_soon_threadsafe(call, *args)
+        self._control.on_loop("published prefix", call, *args)
 
 
 def _key(digest: bytes) -> bytes:

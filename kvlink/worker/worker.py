@@ -90,8 +90,9 @@ class Worker(Relays):
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
             offers, self._pull = spans.kinds()
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
-            tell = self._control.loop.call_soon_threadsafe
-            self.offers.on_ended = lambda request_id: tell(self._membership.forget, request_id)
+            self.offers.on_ended = lambda request_id: self._control.on_loop(
+                "ended offer", self._membership.forget, request_id
+            )
             self.offers.in_background = bound(self._in_background, what="waiting for the device")
             self.offers.sign, self._checked = ticket_signing(self.config)
             self._peers = Peers(self._engine, self._membership.directory)
@@ -295,4 +296,4 @@ class Worker(Relays):
         return card
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
-        self._control.in_background(job, f"{what} failed request={request_id}")
+        self._control.in_background(job, f"{what} failed request={request_id}", name="worker job")

@@ -6,24 +6,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
-from typing import cast
 
 import pytest
-from control.cards import make_card
+from control.replicas import LEASE_S, MEMBERSHIP, Replica, joined
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import run
 
-from kvlink.control import CoordinatorClient, Session, SessionState
+from kvlink.control import SessionState
 from kvlink.control.beats import Beats
-from kvlink.control.overview import Beat
-from kvlink.control.values import Membership, Push, PushKind
-from kvlink.errors import CoordinatorUnavailable
-from kvlink.types import WorkerCard
-
-LEASE_S = 10.0
-MEMBERSHIP = Membership(1, LEASE_S, LEASE_S / 4)
 
 
 def test_nothing_is_given_up_while_no_beat_is_under_way() -> None:
@@ -59,77 +50,6 @@ def test_who_gives_up_has_a_third_of_the_lease_left(gaps: list[float], answers: 
     if answers < len(gaps):
         assert beats.give_up_at() <= renewed + LEASE_S * 2 / 3
     assert now + later + beats.spread_s(now + later) <= max(renewed + LEASE_S, now + later)
-
-
-class Replica:
-    """A coordinator of a simulated world."""
-
-    def __init__(self) -> None:
-        self.hangs = False
-        self.joined: list[float] = []
-        self.beaten: list[float] = []
-        self._unread: list[_Stream] = []
-
-    def take_beat(self, stream: _Stream) -> None:
-        self._unread.append(stream)
-        if not self.hangs:
-            self.go_on()
-
-    def go_on(self) -> None:
-        """It reads what came while it stood still."""
-        self.hangs = False
-        for stream in self._unread:
-            self.beaten.append(asyncio.get_running_loop().time())
-            stream.pushes.put_nowait(Push(PushKind.ACK))
-        self._unread.clear()
-
-
-class _Stream:
-    def __init__(self, at: Replica, leave: Callable[[], None]) -> None:
-        self._at = at
-        self.pushes: asyncio.Queue[Push] = asyncio.Queue()
-        self.avoid_server = leave
-
-    async def send(self, beat: Beat) -> None:
-        self._at.take_beat(self)
-
-    async def receive(self) -> Push:
-        return await self.pushes.get()
-
-    def cancel(self) -> None:
-        pass
-
-
-class Client:
-    """As CoordinatorClient, with `replicas` behind it."""
-
-    def __init__(self, *replicas: Replica) -> None:
-        self._ends = list(replicas)
-        self.has_replicas = len(replicas) > 1
-        self.address = "simulated"
-
-    async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:
-        at = self._ends[0]
-        if at.hangs:
-            await asyncio.sleep(timeout_s)
-            self._leave()
-            raise CoordinatorUnavailable("silent")
-        at.joined.append(asyncio.get_running_loop().time())
-        return MEMBERSHIP
-
-    def keep_alive(self) -> _Stream:
-        return _Stream(self._ends[0], self._leave)
-
-    async def leave(self, worker_id: str, epoch: int, timeout_s: float = 1.0) -> None:
-        pass
-
-    def _leave(self) -> None:
-        self._ends.append(self._ends.pop(0))
-
-
-async def joined(*replicas: Replica) -> Session:
-    client = cast(CoordinatorClient, Client(*replicas))
-    return await Session.join(client, make_card(), lambda slot, nonce: None)
 
 
 @pytest.mark.parametrize("hangs_after", [0.0, 1.0, 2.4, 2.6, 7.0, 1234.5])

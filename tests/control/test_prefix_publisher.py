@@ -200,7 +200,7 @@ def test_a_watch_that_fell_behind_is_begun_again() -> None:
         for worker_id in ("gone", "stays"):
             await store.join(make_card(worker_id), rejoin=False)
             await service.publish(PrefixChanges(worker_id, 1, (prefix(worker_id[0]),)))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         (feed,) = store._watchers
         feed.close(Refused(Reason.TOO_MANY, "fell behind"))
         await store.leave("gone", 1)  # nobody watches

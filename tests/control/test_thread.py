@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 from control.processes import CoordinatorProcess
+from waiting import eventually
 
-from kvlink.background import ControlThread
+from kvlink.background import ControlThread, close_all, close_with_loop
 from kvlink.control import CoordinatorClient
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError, CoordinatorUnavailable
+from kvlink.runtime.supervised import failures
 
 
 def test_it_runs_coroutines_for_other_threads() -> None:
@@ -87,6 +90,84 @@ def test_it_does_not_wait_for_itself() -> None:
     with pytest.raises(ConfigError, match="await the coroutine instead"):
         thread.run(nested())
     thread.close()
+
+
+class Unexpected(Exception):
+    """No code knows it."""
+
+
+async def fails(error: Exception) -> None:
+    raise error
+
+
+def test_jobs_that_no_caller_waits_for_are_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    thread, before = ControlThread(), failures().get("control job", 0)
+    for error in (CoordinatorUnavailable("it is down"), Unexpected("a secret")):
+        future = thread.in_background(fails(error), "publish failed request=r")
+        eventually(future.done)
+    eventually(lambda: failures()["control job"] == before + 1)
+    warnings = [each.getMessage() for each in caplog.records if each.name == "kvlink.worker"]
+    assert warnings == [
+        "publish failed request=r error=CoordinatorUnavailable: it is down",
+        "publish failed request=r error=Unexpected",
+    ]
+    assert "a secret" not in caplog.text
+    thread.close()
+
+
+def test_a_loop_runs_on_it_until_its_future_is_cancelled() -> None:
+    thread, runs = ControlThread(), itertools.count()
+    last, ended = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        if next(runs) < 2:
+            raise Unexpected
+        last.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    future = thread.keep_running("a loop of a test", run)
+    assert last.wait(20)
+    future.cancel()
+    assert ended.wait(20)
+    assert failures()["a loop of a test"] == 2
+    thread.close()
+
+
+def test_a_call_on_it_survives_and_is_dropped_after_it_was_closed() -> None:
+    thread, called = ControlThread(), threading.Event()
+
+    def fail() -> None:
+        raise Unexpected
+
+    thread.on_loop("a call of a test", fail)
+    thread.on_loop("a call of a test", called.set)
+    assert called.wait(20)
+    assert failures()["a call of a test"] == 1
+    thread.close()
+    called.clear()
+    thread.on_loop("a call of a test", called.set)
+    assert not called.is_set()
+
+
+async def test_one_object_that_does_not_close_leaves_no_other_open() -> None:
+    class Server:
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    class Broken(Server):
+        async def close(self) -> None:
+            raise Unexpected
+
+    servers = [Server(), Broken(), Server()]
+    for server in servers:
+        close_with_loop(server)
+    await close_all()
+    assert [server.closed for server in servers] == [True, False, True]
 
 
 def test_servers_and_clients_live_on_it() -> None:

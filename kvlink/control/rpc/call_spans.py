@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvlink import tracing
 from kvlink.control.codec import CoordinatorCalls, Method
 from kvlink.control.values import Offer
+from kvlink.runtime.supervised import guarded
 from kvlink.ticket import trace_in
 from kvlink.tracing import HEADER, Attributes, Kind, TraceParent
 
@@ -43,7 +44,8 @@ def follow(method: Method[Q, Any], requests: Iterable[Q], answers: Iterable[asyn
     """
     began_ns = time.time_ns()
     for request, answer in zip(requests, answers, strict=True):
-        answer.add_done_callback(partial(_followed, method, request, began_ns))
+        note = partial(_followed, method, request, began_ns)
+        answer.add_done_callback(guarded("call spans", note))
 
 
 def _followed(method: Method[Q, Any], request: Q, began_ns: int, answer: asyncio.Future[Any]) -> None:

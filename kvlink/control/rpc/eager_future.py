@@ -7,11 +7,16 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kvlink.runtime.supervised import guarded, start_awaited, survived
+
 T = TypeVar("T")
 
 
 class EagerFuture(asyncio.Future[T]):
-    """Adds one hook for each side to a future. A hook is called at once and before any callback."""
+    """Adds one hook for each side to a future. A hook is called at once and before any callback.
+
+    An exception of a hook does not reach whoever answers or cancels.
+    """
 
     on_answer: Callable[[EagerFuture[T]], None] | None = None
     """Called on the waiting side when a result or an exception is set."""
@@ -22,26 +27,33 @@ class EagerFuture(asyncio.Future[T]):
         """Sets the result and calls `on_answer`."""
         asyncio.Future.set_result(self, result)
         if self.on_answer is not None:
-            self.on_answer(self)
+            _call(self.on_answer, self)
 
     def set_exception(self, exception: type | BaseException) -> None:
         """Sets the exception and calls `on_answer`."""
         super().set_exception(exception)
         if self.on_answer is not None:
-            self.on_answer(self)
+            _call(self.on_answer, self)
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancels the future and calls `on_cancel` if it was pending."""
         cancelled = super().cancel(msg)
         if cancelled and self.on_cancel is not None:
-            self.on_cancel(self)
+            _call(self.on_cancel, self)
         return cancelled
+
+
+def _call(hook: Callable[[EagerFuture[T]], object], future: EagerFuture[T]) -> None:
+    try:
+        hook(future)
+    except Exception as error:
+        survived("eager future", error)
 
 
 def eagerly(work: Coroutine[Any, Any, T]) -> EagerFuture[T]:
     """Runs `work` as a task and returns a future of its outcome. Cancelling the future cancels `work`."""
     answer: EagerFuture[T] = EagerFuture()
-    working = asyncio.ensure_future(work)
+    working = start_awaited(work)
 
     def give_up(_: EagerFuture[T]) -> None:
         working.cancel()
@@ -55,5 +67,5 @@ def eagerly(work: Coroutine[Any, Any, T]) -> EagerFuture[T]:
             answer.set_result(working.result())
 
     answer.on_cancel = give_up
-    working.add_done_callback(pass_on)
+    working.add_done_callback(guarded("eager future", pass_on))
     return answer

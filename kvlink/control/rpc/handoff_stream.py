@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from kvlink.control.codec import BatchWriter
@@ -13,6 +14,7 @@ from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.values import Claim, HandoffBatch, HandoffKind, HandoffResults, Offer, SettleOrder
 from kvlink.errors import CoordinatorUnavailable, KVLinkError
+from kvlink.runtime.supervised import start_job
 
 T = TypeVar("T")
 
@@ -33,7 +35,10 @@ class HandoffStream:
         self._pending: dict[HandoffKind, dict[int, asyncio.Future[Any]]] = {kind: {} for kind in HandoffKind}
         self._broken: KVLinkError | None = None
         self._loop = asyncio.get_running_loop()
-        self._tasks = [self._loop.create_task(self._send()), self._loop.create_task(self._receive())]
+        self._tasks = [
+            start_job("handoff sender", self._until_broken(self._send)),
+            start_job("handoff receiver", self._until_broken(self._receive)),
+        ]
 
     def __repr__(self) -> str:
         num_pending = sum(map(len, self._pending.values()))
@@ -95,26 +100,30 @@ class HandoffStream:
         self._work.set()
         return future
 
-    async def _send(self) -> None:
+    async def _until_broken(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Fails the unanswered operations, whatever ends `work`, because nobody would answer them."""
         try:
-            while True:
-                await self._work.wait()
-                batch = self._batches.popleft()
-                if not self._batches:
-                    self._batches.append(BatchWriter())
-                    self._work.clear()
-                if batch.num_ops:
-                    await self._stream.send_bytes(batch.to_bytes())
+            await work()
         except KVLinkError as error:
             self._break(error)
+        except Exception:
+            self._break(CoordinatorUnavailable("this handoff stream failed; open another"))
+            raise
+
+    async def _send(self) -> None:
+        while True:
+            await self._work.wait()
+            batch = self._batches.popleft()
+            if not self._batches:
+                self._batches.append(BatchWriter())
+                self._work.clear()
+            if batch.num_ops:
+                await self._stream.send_bytes(batch.to_bytes())
 
     async def _receive(self) -> None:
-        try:
-            while (results := await self._stream.receive()) is not None:
-                self._resolve(results)
-            self._break(CoordinatorUnavailable("the coordinator ended the handoff stream; open another"))
-        except KVLinkError as error:
-            self._break(error)
+        while (results := await self._stream.receive()) is not None:
+            self._resolve(results)
+        raise CoordinatorUnavailable("the coordinator ended the handoff stream; open another")
 
     def _resolve(self, results: HandoffResults) -> None:
         for kind, number, reason, sentence in results.refused:

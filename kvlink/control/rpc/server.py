@@ -29,6 +29,7 @@ from kvlink.control.security import Gate, Security, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
 from kvlink.forks import use_grpc
+from kvlink.runtime.supervised import start_awaited
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -210,7 +211,7 @@ class GrpcServer:
             self._admit(method, context)
             await handle(decode(), _sender(method.reply, context))
 
-        stream = asyncio.ensure_future(admitted())
+        stream = start_awaited(admitted())
         self._streams[stream] = None
         try:
             await asyncio.wait([stream])

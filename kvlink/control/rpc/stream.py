@@ -12,6 +12,7 @@ import grpc.aio
 
 from kvlink.control.codec import Method
 from kvlink.errors import KVLinkError
+from kvlink.runtime.supervised import guarded
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -36,7 +37,7 @@ class Stream(Generic[Q, R]):
         self._call = call
         self._to_error = to_error
         self._ending: grpc.aio.AioRpcError | None = None
-        call.add_done_callback(self._note_ending)
+        call.add_done_callback(guarded("stream ended", self._note_ending))
         self.avoid_server = avoid_server
         """Sends the next calls to another address. Call it when the server hangs although the stream is open."""
 

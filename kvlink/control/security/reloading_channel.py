@@ -13,6 +13,7 @@ import grpc.aio
 
 from kvlink.control.refusal import REASON_TRAILER, Reason
 from kvlink.control.security.host_tokens import Metadata, not_proven
+from kvlink.runtime.supervised import guarded, start_job
 
 Options = Sequence[tuple[str, Any]]
 
@@ -159,7 +160,7 @@ class _Connection:
             method = self._methods[path] = getattr(self.channel, kind)(path)
         call = method(*request, **rest)
         self._running += 1
-        call.add_done_callback(self._ended)
+        call.add_done_callback(guarded("call ended", self._ended))
         return call
 
     def retire(self) -> None:
@@ -175,7 +176,7 @@ class _Connection:
 
     def _close_if_idle(self) -> None:
         if self._retired and not self._running and self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self.channel.close())
+            self._closing = start_job("retired channel", self.channel.close())
 
 
 class ReloadingChannel:

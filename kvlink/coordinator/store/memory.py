@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable
 
 from kvlink.control.limits import Limits
@@ -15,8 +14,10 @@ from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.alarm import Alarm
 from kvlink.coordinator.store.members import Members
 from kvlink.coordinator.store.pending_offers import Answer, PendingOffers
+from kvlink.runtime.supervised import for_each
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _WATCH_BACKLOG = 1_024
@@ -39,8 +40,7 @@ class MemoryStore:
         self._num_joined = self._num_lost = self._num_offered = self._num_settle_orders = 0
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._orders: dict[str, tuple[int, Feed[SettleOrder]]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = math.inf
+        self._alarm = Alarm(self._ring, clock)
         self._closed = False
         self._done: asyncio.Future[None]
         """One done future is shared by all operations that succeed, because there are many."""
@@ -57,7 +57,7 @@ class MemoryStore:
             if change.what is Joined.DOWN:
                 self._forget(change.card, refusals.has_restarted(card.worker_id, epoch))
         self._publish(changes)
-        self._arm(self._members.next_deadline())
+        self._alarm.set(self._members.next_deadline())
         return epoch
 
     async def beat(self, worker_id: str, epoch: int) -> bool:  # noqa: D102
@@ -92,7 +92,7 @@ class MemoryStore:
             return _failed(refused)
         if answers:
             self._answer(answers)
-        self._arm(now + offer.ttl_s)
+        self._alarm.set(now + offer.ttl_s)
         return self._done
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
@@ -113,11 +113,11 @@ class MemoryStore:
         due = self._clock() + claim.timeout_s
         self._offers.waiting.add(claim, answer, due)
         answer.on_cancel = self._offers.waiting.remove
-        self._arm(due)
+        self._alarm.set(due)
 
     def give_back(self, claim: Claim) -> None:  # noqa: D102
         self._answer(self._offers.give_back(claim, self._clock(), self._members.runs))
-        self._arm(self._offers.next_deadline())
+        self._alarm.set(self._offers.next_deadline())
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
         try:
@@ -158,9 +158,7 @@ class MemoryStore:
 
     async def close(self) -> None:  # noqa: D102
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due = -math.inf  # never again
+        self._alarm.close()
         for waiter in self._offers.waiting.all():
             self._offers.waiting.remove(waiter)
             waiter.set_exception(refusals.closing())
@@ -173,43 +171,29 @@ class MemoryStore:
         """Expires everything that is due by the clock and was due `late_s` seconds ago."""
         now = self._clock()
         changes = self._members.expire(now, late_s)
-        for change in changes:
-            self._num_lost += 1
-            self._forget(change.card, refusals.stopped_beating(change.card.worker_id))
+        self._num_lost += len(changes)
+        for_each("store timer", self._forget_lost, changes)
         self._publish(changes)
         self._answer(self._offers.expire(now))
-        if not self._closed:
-            self._timer_due = math.inf
-            self._arm(min(self._members.next_deadline(), self._offers.next_deadline()))
 
-    def _arm(self, due: float) -> None:
-        if due >= self._timer_due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due = due
-        self._timer = self._loop.call_later(max(0.0, due - self._clock()), self._wake)
-
-    def _wake(self) -> None:
-        assert self._timer is not None
-        late_s = self._loop.time() - self._timer.when()
+    def _ring(self, late_s: float) -> float:
         if late_s > _STALL_S:
             _log.warning(
                 "this coordinator did not run, due workers get the time of one more beat seconds=%.1f", late_s
             )
         self.tick(late_s)
+        return min(self._members.next_deadline(), self._offers.next_deadline())
 
     def _answer(self, answers: Iterable[Answer[EagerFuture[list[bytes]]]]) -> None:
-        for waiter, tickets, refused in answers:
-            if refused is None:
-                waiter.set_result(tickets)
-            else:
-                waiter.set_exception(refused)
+        for_each("store timer", _tell, answers)
 
     def _publish(self, changes: WorkerChanges) -> None:
         for watcher in list(self._watchers) if changes else ():
             if not watcher.put(changes):
                 watcher.close(refusals.watch_fell_behind())
+
+    def _forget_lost(self, change: WorkerChange) -> None:
+        self._forget(change.card, refusals.stopped_beating(change.card.worker_id))
 
     def _forget(self, card: WorkerCard, why: str) -> None:
         self._offers.drop_worker(card.worker_id, why)
@@ -235,6 +219,14 @@ class MemoryStore:
         except Refused as unknown:
             return Refused(Reason.NOT_JOINED, unknown.sentence)
         return refusals.restarted(worker_id, epoch, running)
+
+
+def _tell(answer: Answer[EagerFuture[list[bytes]]]) -> None:
+    waiter, tickets, refused = answer
+    if refused is None:
+        waiter.set_result(tickets)
+    else:
+        waiter.set_exception(refused)
 
 
 def _failed(refused: Refused) -> asyncio.Future[None]:

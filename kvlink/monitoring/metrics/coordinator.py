@@ -18,6 +18,7 @@ def exposition(status: CoordinatorStatus, calls: CallCounts, health: StoreHealth
     _add_status(families, status)
     _add_calls(families, calls)
     _add_health(families, health)
+    families.loops()
     registry = CollectorRegistry()
     registry.register(families)
     return generate_latest(registry)

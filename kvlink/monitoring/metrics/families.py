@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvlink.durations import BOUNDS_S, Durations
+from kvlink.runtime.supervised import failures
 
 _F = TypeVar("_F", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
 
@@ -43,6 +44,12 @@ class Families(Collector):
         family = self._family(HistogramMetricFamily, name, meaning, labels)
         buckets = _cumulative(durations.buckets, 2 if coarse else 1)
         family.add_metric(tuple(labels.values()), buckets, durations.sum_ns / 1e9)
+
+    def loops(self) -> None:
+        """Adds the counts of this process's background loops."""
+        survived = "Exceptions that ended one round of a background loop, which went on."
+        for loop, number in failures().items():
+            self.count("kvlink_loop_restarts_total", survived, number, {"loop": loop})
 
     def _family(self, kind: type[_F], name: str, meaning: str, labels: Labels) -> _F:
         family = self._families.get(name)

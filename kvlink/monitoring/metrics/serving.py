@@ -19,6 +19,7 @@ from kvlink.control.denials import LogQuota
 from kvlink.errors import ConfigError
 from kvlink.monitoring.metrics.worker import WorkerCollector
 from kvlink.monitoring.worker_stats import StatsSource
+from kvlink.runtime.supervised import start_thread
 
 _log = logging.getLogger("kvlink.http")
 _MAX_SHOWN = 200
@@ -44,11 +45,12 @@ class MetricsPort:
                 "KVLINK_METRICS_PORT, or set it to 0 to serve none"
             ) from error
         self._server.set_app(make_wsgi_app(registry))
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvlink-metrics", daemon=True)
-        self._thread.start()
+        self._stopping = threading.Event()
+        self._thread = start_thread("metrics", self._server.serve_forever, self._stopping)
 
     def close(self) -> None:
         """Stops serving. Closing again has no effect."""
+        self._stopping.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -81,7 +83,11 @@ class _Server(ThreadingMixIn, WSGIServer):
                 return
         with self._deadlines_lock:
             self._deadlines[request] = time.monotonic() + _CONNECTION_S
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was left, so nobody else makes room
+            self._room.release()
+            raise
 
     def _close_oldest(self) -> None:
         """Closes the oldest connection, so that slow clients do not keep others out. Its thread ends at once."""

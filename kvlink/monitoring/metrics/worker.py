@@ -44,6 +44,7 @@ class WorkerCollector(Collector):
             _add_ports(families, stats)
             for link in stats.links:
                 _add_link(families, link, stats.worker_id)
+        families.loops()
         return families.collect()
 
     def describe(self) -> Iterable[Metric]:

@@ -9,6 +9,8 @@ import time
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from kvlink.runtime.supervised import for_each, start_loop
+
 MAX_CONNECTIONS = 256
 CONNECTION_S = 30.0
 """Connections that last longer are closed. Answers take milliseconds, and browsers reconnect."""
@@ -24,13 +26,13 @@ class BoundedConnections:
     def __init__(self, server: web.Server) -> None:
         self._server = server
         self._since: dict[RequestHandler, float] = {}
-        self._closing = asyncio.get_running_loop().create_task(self._close_old())
+        self._closing = start_loop("page connections", self._close_old)
 
     def __call__(self) -> asyncio.Protocol:
         """Returns the protocol for one new connection."""
         open_now = self._server.connections
-        for each in open_now[: max(0, len(open_now) + 1 - MAX_CONNECTIONS)]:
-            _abort(each)
+        for oldest in open_now[: max(0, len(open_now) + 1 - MAX_CONNECTIONS)]:
+            _abort(oldest)
         return self._server()
 
     def close(self) -> None:
@@ -41,10 +43,9 @@ class BoundedConnections:
         while True:
             await asyncio.sleep(min(_LOOK_EVERY_S, CONNECTION_S))
             now = time.monotonic()
-            self._since = {each: self._since.get(each, now) for each in self._server.connections}
-            for each, since in self._since.items():
-                if now - since >= CONNECTION_S:
-                    _abort(each)
+            self._since = {one: self._since.get(one, now) for one in self._server.connections}
+            old = [connection for connection, since in self._since.items() if now - since >= CONNECTION_S]
+            for_each("page connections", _abort, old)
 
 
 def _abort(connection: RequestHandler) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +20,7 @@ from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Trust
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.alarm import Alarm
 from kvlink.coordinator.store.etcd.api import Etcd, split_url
 from kvlink.coordinator.store.etcd.claims import EtcdClaims
 from kvlink.coordinator.store.etcd.errors import as_refusal
@@ -31,6 +31,7 @@ from kvlink.coordinator.store.etcd.mirror import Mirror, News
 from kvlink.coordinator.store.etcd.offers import EtcdOffers
 from kvlink.coordinator.store.etcd.settle_orders import SettleOrders
 from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.runtime.supervised import for_each, guarded, start_awaited
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 __all__ = ["EtcdStore"]
@@ -69,8 +70,7 @@ class EtcdStore:
         self._num_joined = self._num_offered = self._num_settle_orders = 0
         self._watchers: dict[Feed[WorkerChanges], None] = {}
         self._pending: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = math.inf
+        self._alarm = Alarm(self._ring, clock)
         self._closed = False
         etcd.health.on_doubt = self._arm
 
@@ -159,8 +159,7 @@ class EtcdStore:
         if self._closed:
             return
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.close()
         await self._claims.close()
         for feed in list(self._watchers):
             feed.close()
@@ -175,26 +174,25 @@ class EtcdStore:
 
     def tick(self) -> None:
         """Expires everything that is due by the clock. A timer runs it."""
-        self._timer_due = math.inf
         if self._etcd.health.expire():
             self._refuse_waiting()
         self._offers.collect(self._clock())
         self._claims.expire(self._clock())
-        self._arm()
 
-    def _arm(self) -> None:
-        due = min(
+    def _ring(self, late_s: float) -> float:
+        self.tick()
+        return self._next_deadline()
+
+    def _next_deadline(self) -> float:
+        return min(
             self._mirror.due.next(),
             self._offers.next_deadline(),
             self._claims.next_deadline(),
             self._etcd.health.next_deadline(),
         )
-        if due >= self._timer_due or self._closed:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self.tick)
+
+    def _arm(self) -> None:
+        self._alarm.set(self._next_deadline())
 
     def _refuse_waiting(self) -> None:
         """Ends claims and watches that could only be answered from a mirror that is too old."""
@@ -214,13 +212,10 @@ class EtcdStore:
         for feed in list(self._watchers) if news.workers else ():
             if not feed.put(news.workers):
                 feed.close(refusals.watch_fell_behind())
-        for change in news.workers:
-            if change.what is Joined.DOWN:
-                self._settle_orders.stop(change.card.worker_id)
-        for key, order in news.orders:
-            self._settle_orders.forward(key, order)
-        for request_id in news.requests:
-            self._claims.serve_waiters(request_id)
+        gone = [change.card.worker_id for change in news.workers if change.what is Joined.DOWN]
+        for_each("etcd watch", self._settle_orders.stop, gone)
+        for_each("etcd watch", lambda order: self._settle_orders.forward(*order), news.orders)
+        for_each("etcd watch", self._claims.serve_waiters, news.requests)
         self._arm()
 
     async def _guarded(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -246,9 +241,9 @@ class EtcdStore:
             ) from None
 
     def _begun(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._guarded(call, value))
+        task = start_awaited(self._guarded(call, value))
         self._pending.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(guarded("etcd calls", self._note_end))
         return task
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

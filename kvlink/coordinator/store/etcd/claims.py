@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.denials import LogQuota
@@ -24,6 +25,7 @@ from kvlink.coordinator.store.etcd.requests import Request, Serving, serve
 from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.coordinator.store.waiting_claims import WaitingClaims
 from kvlink.errors import KVLinkError
+from kvlink.runtime.supervised import for_each, guarded, start_job, survived
 from kvlink.v1 import etcd_pb2 as pb
 
 _log = logging.getLogger("kvlink.control")
@@ -78,12 +80,15 @@ class EtcdClaims:
         waiter = _Waiter(claim, answer)
         does_not_wait = claim.timeout_s == 0
         self._waiting.add(claim, waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
-        answer.add_done_callback(lambda _: self._waiting.remove(waiter))
-        if does_not_wait:
-            asking = asyncio.create_task(self._answer_at_once(waiter))
-            answer.add_done_callback(lambda _: asking.cancel())
-        else:
+        asking = start_job("claim at once", self._answer_at_once(waiter)) if does_not_wait else None
+        answer.add_done_callback(guarded("claim ended", partial(self._end, waiter, asking)))
+        if not does_not_wait:
             self.serve_waiters(claim.request_id)
+
+    def _end(self, waiter: _Waiter, asking: asyncio.Task[None] | None, _: object) -> None:
+        self._waiting.remove(waiter)
+        if asking is not None:
+            asking.cancel()
 
     async def give_back(self, claim: Claim) -> None:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
@@ -117,8 +122,7 @@ class EtcdClaims:
 
     def expire(self, now: float) -> None:
         """Refuses claims that have timed out."""
-        for waiter in self._waiting.due(now):
-            self._refuse(waiter)
+        for_each("store timer", self._refuse, self._waiting.due(now))
 
     def refuse_all(self, why: Refused) -> None:
         """Refuses all waiting claims."""
@@ -129,28 +133,45 @@ class EtcdClaims:
         """Serves the waiting claims of a request, one after the other."""
         if request_id in self._running:
             return
-        request = self._mirror.requests.get(request_id)
-        for waiter in self._waiting.of(request_id):
-            serving = serve(request, waiter.claim) if request is not None else None
-            if waiter.answer.done():
-                continue
-            if request is None or serving is None:
-                self._refuse_if_over(request, waiter)
-            elif serving.record is None:
-                waiter.answer.set_result([ticket.offer.ticket for ticket in serving.tickets])
-            else:
-                self._start(request_id, self._give(waiter, serving, serving.record))
-                return
+        any(self._serve(request_id, waiter) for waiter in self._waiting.of(request_id))
 
-    def _start(self, request_id: str, job: Coroutine[None, None, None]) -> None:
+    def _serve(self, request_id: str, waiter: _Waiter) -> bool:
+        """Serves one waiting claim if that is possible. Returns whether its record is being written."""
+        try:
+            return self._serve_if_possible(request_id, waiter)
+        except Exception as error:
+            survived("claims", error)
+            waiter.refuse(as_refusal(error))
+            return False
+
+    def _serve_if_possible(self, request_id: str, waiter: _Waiter) -> bool:
+        request = self._mirror.requests.get(request_id)
+        serving = serve(request, waiter.claim) if request is not None else None
+        if waiter.answer.done():
+            return False
+        if request is None or serving is None:
+            self._refuse_if_over(request, waiter)
+        elif serving.record is None:
+            waiter.answer.set_result([ticket.offer.ticket for ticket in serving.tickets])
+        else:
+            self._start(waiter, self._give(waiter, serving, serving.record))
+            return True
+        return False
+
+    def _start(self, waiter: _Waiter, job: Coroutine[None, None, None]) -> None:
+        request_id = waiter.claim.request_id
+
         async def run() -> None:
             try:
                 await job
+            except Exception as error:
+                survived("claims", error)
+                waiter.refuse(as_refusal(error))
             finally:
                 del self._running[request_id]
             self.serve_waiters(request_id)
 
-        self._running[request_id] = asyncio.create_task(run())
+        self._running[request_id] = start_job("claims", run())
 
     async def _give(self, waiter: _Waiter, serving: Serving, record: Claimed) -> None:
         """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
@@ -183,13 +204,14 @@ class EtcdClaims:
         name = waiter.claim.request_id
         try:
             await self._catch_up(name)
+            self.serve_waiters(name)
+            while name in self._running:
+                await asyncio.wait([self._running[name]])
+            self._refuse(waiter)
         except Exception as error:
             waiter.refuse(as_refusal(error))
-            return
-        self.serve_waiters(name)
-        while name in self._running:
-            await asyncio.wait([self._running[name]])
-        self._refuse(waiter)
+            if not isinstance(error, (KVLinkError, Refused)):
+                raise
 
     async def _catch_up(self, request_id: str) -> None:
         """Returns when the mirror has what etcd has of a request."""

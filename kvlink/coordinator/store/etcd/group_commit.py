@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvlink.coordinator.store.etcd.api import Etcd, nested, writes
 from kvlink.coordinator.store.etcd.errors import StoreFull
-from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.errors import CoordinatorError, CoordinatorUnavailable
+from kvlink.runtime.supervised import guarded, start_job, survived
 from kvlink.v1 import etcd_pb2 as pb
 
 _MOST_OPS = 64
@@ -44,7 +45,7 @@ class GroupCommit:
         done: asyncio.Future[pb.TxnResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(txn, keys, txn.ByteSize(), done))
         if len(self._running) < _MAX_RUNNING:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_soon(guarded("group commit", self._send))
         return done
 
     async def close(self) -> None:
@@ -58,12 +59,12 @@ class GroupCommit:
 
     def _send(self) -> None:
         while self._waiting and len(self._running) < _MAX_RUNNING:
-            task = asyncio.create_task(self._commit(self._batch()))
+            task = start_job("commit", self._commit(self._batch()))
             self._running.add(task)
-            task.add_done_callback(self._sent)
+            task.add_done_callback(self._running.discard)
+            task.add_done_callback(guarded("commit ended", self._sent))
 
     def _sent(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
         if not task.cancelled():
             self._send()
 
@@ -98,6 +99,9 @@ class GroupCommit:
                 replies = [response.response_txn for response in reply.responses]
             if any(answer.succeeded for answer in replies):
                 await self._written(reply.header.revision)
+            for waiting, answer in zip(batch, replies, strict=True):
+                if not waiting.done.done():
+                    waiting.done.set_result(answer)
         except CoordinatorUnavailable as error:
             _fail(batch, error)
         except StoreFull as error:
@@ -117,10 +121,9 @@ class GroupCommit:
             for waiting in batch:
                 waiting.done.cancel()
             raise
-        else:
-            for waiting, answer in zip(batch, replies, strict=True):
-                if not waiting.done.done():
-                    waiting.done.set_result(answer)
+        except Exception as error:
+            survived("commit", error)
+            _fail(batch, error)
 
 
 def _is_large(waiting: _Waiting) -> bool:
@@ -128,7 +131,7 @@ def _is_large(waiting: _Waiting) -> bool:
     return max(len(txn.compare), len(txn.success), len(txn.failure)) > _MOST_OPS // 2
 
 
-def _fail(batch: list[_Waiting], error: KVLinkError) -> None:
+def _fail(batch: list[_Waiting], error: Exception) -> None:
     for waiting in batch:
         if not waiting.done.done():
             waiting.done.set_exception(error)

@@ -19,6 +19,7 @@ from kvlink.coordinator.store.etcd.mirror import Member, Mirror
 from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.coordinator.store.members import grant
 from kvlink.errors import KVLinkError
+from kvlink.runtime.supervised import start_job, survived
 from kvlink.types import WorkerCard
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -172,23 +173,25 @@ class Membership:
         if renewing is None:
             renewing = self._renewing[lease] = asyncio.get_running_loop().create_future()
             if self._renewal is None or self._renewal.done():
-                self._renewal = asyncio.create_task(self._renew_all())
+                self._renewal = start_job("lease renewals", self._renew_all())
         return asyncio.shield(renewing)
 
     async def _renew_all(self) -> None:
         while self._renewing:
             await asyncio.sleep(_TOGETHER_S)
             batch, self._renewing = self._renewing, {}
-            alive: set[int] | KVLinkError = set()
+            alive: set[int] | Exception = set()
             for pause_s in _RENEWAL_PAUSES_S:
                 try:
                     alive = await self._etcd.keep_alive(batch)
                     break
-                except KVLinkError as error:
+                except Exception as error:
                     alive = error
+                    if not isinstance(error, KVLinkError):
+                        survived("lease renewals", error)
                 await asyncio.sleep(pause_s)
             for lease, waiting in batch.items():
-                if isinstance(alive, KVLinkError):
+                if isinstance(alive, Exception):
                     waiting.set_exception(alive)
                     waiting.exception()  # marks it as retrieved, because the caller may be gone
                 else:

@@ -18,6 +18,7 @@ from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.keys import Key, Keys
 from kvlink.coordinator.store.etcd.requests import Request, Ticket
 from kvlink.errors import ConfigError
+from kvlink.runtime.supervised import survived
 from kvlink.types import Joined, WorkerCard, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -119,6 +120,8 @@ class Mirror:
                 event.kv.key,
                 error,
             )
+        except Exception as error:
+            survived("etcd watch", error)
 
     def _note_known(self, key: Key, event: pb.Event, now: float, news: News) -> None:
         if key.kind == keys.EPOCHS:

@@ -20,6 +20,7 @@ from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES, Membership
 from kvlink.coordinator.store.etcd.mirror import RECORD, Mirror
 from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.runtime.supervised import for_each, guarded
 from kvlink.v1 import etcd_pb2 as pb
 
 _COLLECT_WITHIN_S = 2.0
@@ -106,8 +107,7 @@ class EtcdOffers:
         """Expires tickets, and deletes expired keys a little later in the background."""
         for key in self._mirror.expire(now):
             self._garbage.set(key, now + random.uniform(0, _COLLECT_WITHIN_S))
-        for request_id, rank in self._garbage.due(now):
-            self._delete(request_id, rank, now)
+        for_each("store timer", lambda key: self._delete(*key, now), self._garbage.due(now))
 
     def _delete(self, request_id: str, rank: int, now: float) -> None:
         request = self._mirror.requests.get(request_id)
@@ -126,4 +126,4 @@ class EtcdOffers:
             if not done.cancelled() and done.exception() is not None:
                 self._garbage.set((request_id, rank), now + 10 * _COLLECT_WITHIN_S)
 
-        self._commits.submit(txn, key).add_done_callback(deleted)
+        self._commits.submit(txn, key).add_done_callback(guarded("etcd deletions", deleted))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,7 +18,14 @@ from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import Membership
 from kvlink.coordinator.store.etcd.mirror import Mirror
+from kvlink.runtime.supervised import guarded
 from kvlink.v1 import etcd_pb2 as pb
+
+
+def _retrieve(done: asyncio.Future[pb.TxnResponse]) -> None:
+    """Marks an exception as retrieved: an order that stays in etcd is forwarded again, which has no effect."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _Orders(Feed[SettleOrder]):
@@ -37,7 +45,7 @@ class _Orders(Feed[SettleOrder]):
         order = await super().__anext__()
         key = self._keys.popleft()
         deleting = self._commits.submit(pb.TxnRequest(success=[delete(key)]), key)
-        deleting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        deleting.add_done_callback(guarded("settle deletions", _retrieve))
         return order
 
 

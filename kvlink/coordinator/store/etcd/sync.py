@@ -19,6 +19,7 @@ from kvlink.coordinator.store.etcd.history import same
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
 from kvlink.errors import KVLinkError
+from kvlink.runtime.supervised import start_awaited, start_loop, survived
 from kvlink.v1 import etcd_pb2 as pb
 
 _log = logging.getLogger("kvlink.control")
@@ -71,7 +72,7 @@ class Sync:
     def start(self) -> None:
         """Starts following. Call it once."""
         self._etcd.health.doubt()
-        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._beat())]
+        self._tasks = [start_loop("etcd watch", self._run), start_loop("etcd pulse", self._beat)]
 
     async def close(self) -> None:
         """Stops following. Closing again has no effect."""
@@ -134,14 +135,14 @@ class Sync:
         backoff = Backoff()
         while True:
             self._following_since = now()
-            self._following = asyncio.create_task(self._follow(backoff))
+            self._following = start_awaited(self._follow(backoff))
             try:
                 await asyncio.wait([self._following])
                 if not self._following.cancelled() and (error := self._following.exception()) is not None:
-                    if not isinstance(error, KVLinkError):
-                        _log.error("cannot follow etcd", exc_info=error)
-                    else:
+                    if isinstance(error, KVLinkError):
                         _log.warning("lost etcd error=%s", error)
+                    else:
+                        survived("etcd watch", error)
             finally:
                 self._following.cancel()
             await asyncio.sleep(backoff.delay_s())
@@ -226,6 +227,8 @@ class Sync:
             await work
         except KVLinkError as error:
             _log.info("etcd does not answer error=%s", error)
+        except Exception as error:
+            survived("etcd pulse", error)
 
     async def _pulse_or_read(self) -> None:
         try:
