@@ -105,18 +105,26 @@ LeaseTable::Lease LeaseTable::make_lease(uint64_t id, int64_t ttl_ns, int64_t no
   return {id, {}, now_ns, ttl_ns, aged(now_ns) + ttl_ns, LeaseEnd::kSettled};
 }
 
+Status LeaseTable::check_new(uint64_t lease, size_t num_seats) const {
+  if (num_seats == 0 || num_seats > kMaxSeats) {
+    return Status::Config("a lease has 1 to " + std::to_string(kMaxSeats) + " seats, not " +
+                          std::to_string(num_seats));
+  }
+  return leases_.contains(lease) ? Status::Config("this lease is already granted") : Status{};
+}
+
 Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                                  int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
-  if (readers == 0) return Status::Config("a lease needs at least one reader");
-  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
-  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  if (readers > free_.size() && !make_room(readers)) {
+  if (Status status = check_new(lease, readers); !status.ok()) return status;
+  if (readers > free_.size() + soft_.size()) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
+  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
+  make_room(readers);
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
@@ -130,8 +138,7 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
                             int64_t now_ns) {
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
-  if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
-  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  if (Status status = check_new(lease, seats.size()); !status.ok()) return status;
   for (size_t index = 0; index < seats.size(); ++index) {
     const LeaseSeat& seat = seats[index];
     const auto before = seats.first(index);
@@ -178,7 +185,9 @@ void LeaseTable::add(Lease lease) {
 }
 
 void LeaseTable::count_active() {
-  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_, std::memory_order_relaxed);
+  // Sequentially consistent, like the flag of a sweeper that is about to sleep: each stores, then loads the
+  // other's word, and one of them must see the other.
+  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_);
 }
 
 bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
