@@ -137,3 +137,20 @@ def test_what_cannot_be_closed_does_not_keep_the_rest(
         worker.close()
     del worker  # gRPC frees its sockets with the last reference
     eventually(lambda: held() == before)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_watch_that_cannot_begin_leaves_no_descriptor(pool: BlockPool, blocking: bool) -> None:
+    def unable(_: object) -> None:
+        raise ConfigError("late")
+
+    async def begin(worker: Worker) -> object:
+        return next(worker.watch_events_blocking()) if blocking else await anext(worker.watch_events())
+
+    with made(pool) as worker:
+        worker._engine.notify_when_closed = unable  # type: ignore[method-assign]
+        before = descriptors()
+        with pytest.raises(ConfigError, match="late") as raised:
+            await begin(worker)
+        assert raised.traceback  # its frames refer to what is not closed
+        assert descriptors() == before
