@@ -188,7 +188,8 @@ class LeaseTable {
   void expire(uint32_t slot);
   bool abort(Lease& lease);
   void report(int64_t now_ns, Swept& swept);
-  Status check_new(uint64_t lease, size_t num_seats) const;
+  bool may_grant(uint64_t lease, size_t num_seats) const;
+  Status why_not(uint64_t lease, size_t num_seats) const;
   Status draw_nonces(size_t num);
   uint64_t take_nonce();
 
