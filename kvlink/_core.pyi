@@ -371,6 +371,8 @@ class Engine:
         """As grant_soft(), at a seat (slot, nonce, 1) that the caller chose."""
     def revoke(self, blocks: Any) -> int:
         """Ends the soft leases that cover one of the blocks, and returns their number."""
+    def withdraw_soft(self, slot: int, nonce: int) -> bool:
+        """Ends the soft lease at the slot, because nobody got a ticket of it. Returns False if there is none."""
     def holds_lease(self, slot: int, nonce: int) -> bool:
         """Whether the lease with this nonce has not ended."""
     def soft_lease_counts(self) -> tuple[int, int, int, int, int]:

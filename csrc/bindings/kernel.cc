@@ -7,7 +7,8 @@
 namespace kvlink {
 
 void register_kernel(py::module_& m) {
-  py::class_<GatherKernel, std::shared_ptr<GatherKernel>>(m, "CudaKernel")
+  py::class_<GatherKernel, std::shared_ptr<GatherKernel>>(m, "CudaKernel",
+                                                          py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const std::string& image, int gpu) {
              return take(run_whole([&]() -> Result<std::shared_ptr<GatherKernel>> {  // PTX is compiled
                Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::at(gpu);
@@ -19,7 +20,7 @@ void register_kernel(py::module_& m) {
   m.def(
       "kernel_target",
       [](int gpu) {
-        const KernelTarget target = take(kernel_target(gpu));
+        const KernelTarget target = take(without_gil([gpu] { return kernel_target(gpu); }));
         return py::make_tuple(target.major, target.minor, target.driver);
       },
       py::arg("gpu"));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python module `_core`. A Status becomes an exception of kvlink.errors, and calls that may wait release
-// the GIL.
+// The Python module `_core`. A Status becomes an exception of kvlink.errors. Calls that may wait, or free or
+// register much memory, release the GIL; tests/transfer/test_gil.py tries each, or says why it need not.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -55,8 +55,36 @@ LeaseTable& leases_of(Engine& engine) {
   return engine.leases();
 }
 
+/// Runs `call` on the lease table. Many blocks take long although nobody has the table's lock.
+template <typename Call>
+auto on_leases(Engine& engine, size_t num_blocks, Call call) {
+  constexpr size_t kQuickBlocks = 4096;  // tens of microseconds
+  const LeaseTable& leases = leases_of(engine);
+  return num_blocks > kQuickBlocks ? without_gil(call) : with_lock_of(leases, call);
+}
+
+/// Runs a method of the lease table.
+template <typename Returned, typename... Arguments>
+auto of_leases(Returned (LeaseTable::*method)(Arguments...)) {
+  return [method](Engine& self, Arguments... arguments) {
+    return on_leases(self, 0, [&] { return (self.leases().*method)(arguments...); });
+  };
+}
+
+/// Most calls find nothing, and keep the GIL: every step of an engine makes one.
+uint32_t revoke(Engine& self, py::handle blocks) {
+  check(self.process().check());
+  if (!self.started()) return 0;
+  const BlockIds ids(blocks);
+  const std::span<const uint32_t> spanned = ids;
+  const Revoked revoked = on_leases(self, spanned.size(), [&] { return self.leases().revoke(spanned); });
+  if (!self.is_enforced(revoked)) without_gil([&] { self.enforce(revoked); });
+  return revoked.num_ended;
+}
+
 void register_engine(py::module_& m) {
-  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+  // Its destructor closes it, which joins threads.
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](uint64_t epoch, const std::vector<std::string>& transports, const std::string& host,
                        uint16_t port, const std::string& fault, uint32_t num_lease_slots,
                        uint32_t num_progress_threads, double inline_us, uint32_t num_lanes,
@@ -66,8 +94,10 @@ void register_engine(py::module_& m) {
              TransportOptions how{host, port, fault, {}, rdma, cuda_kernel, gpu_blocks, advertise};
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
-             auto made = take(Engine::make({epoch, transports, how, num_lease_slots, num_progress_threads,
-                                            to_ns(inline_us / 1e6), num_lanes, bounce_bytes}));
+             const EngineOptions options{epoch,           transports,           how,
+                                         num_lease_slots, num_progress_threads, to_ns(inline_us / 1e6),
+                                         num_lanes,       bounce_bytes};
+             auto made = take(without_gil([&] { return Engine::make(options); }));  // names are resolved
              return std::shared_ptr<Engine>(made.release(), DeleteOwn());
            }),
            py::arg("epoch"), py::arg("transports"), py::arg("host"), py::arg("port"), py::arg("fault"),
@@ -90,7 +120,8 @@ void register_engine(py::module_& m) {
           py::arg("address"), py::arg("bytes"), py::arg("keeper"), py::arg("device") = false,
           py::arg("dmabuf_fds") = std::vector<int>{}, py::arg("dmabuf_offset") = 0,
           py::arg("pcie_dmabuf_fds") = std::vector<int>{}, py::keep_alive<1, 4>())
-      .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"))
+      .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"),
+           py::call_guard<py::gil_scoped_release>())
       .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
       .def(
           "stage",
@@ -105,7 +136,7 @@ void register_engine(py::module_& m) {
           py::arg("memory"), py::arg("always"), py::arg("dmabuf_fds"), py::arg("dmabuf_offset"),
           py::arg("pcie_dmabuf_fds"), py::keep_alive<1, 2>())
       .def("staging_refused", &Engine::staging_refused)
-      .def("start", [](Engine& self) { check(self.start()); })
+      .def("start", [](Engine& self) { check(without_gil([&self] { return self.start(); })); })
       .def("access",
            [](const Engine& self) {
              py::list rows;
@@ -121,7 +152,8 @@ void register_engine(py::module_& m) {
           [](Engine& self, const std::string& transport, const std::vector<std::string>& hellos,
              bool takes_keys, uint64_t caller) {
             check(self.process().check());
-            const Accepted accepted = take(self.accept(transport, hellos, takes_keys, caller));
+            const Accepted accepted =
+                take(without_gil([&] { return self.accept(transport, hellos, takes_keys, caller); }));
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
                                   bytes_list(accepted.pool_keys), bytes_list(accepted.lease_keys));
           },
@@ -131,91 +163,80 @@ void register_engine(py::module_& m) {
           [](Engine& self, const std::string& transport, const std::string& address,
              std::shared_ptr<PathStats> path_stats) {
             check(self.process().check());
-            return take(self.open(transport, address, std::move(path_stats)));
+            return take(without_gil([&] { return self.open(transport, address, std::move(path_stats)); }));
           },
           py::arg("transport"), py::arg("address"), py::arg("path_stats"), py::keep_alive<0, 1>())
       .def(
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {
-            check(self.process().check());
-            return take(self.grant(lease, readers, ready, to_ns(ttl_s)));
+            return take(on_leases(self, 0, [&] { return self.grant(lease, readers, ready, to_ns(ttl_s)); }));
           },
           py::arg("lease"), py::arg("readers"), py::arg("ready"), py::arg("ttl_s"))
       .def(
           "grant_at",
           [](Engine& self, uint64_t lease, const std::vector<LeaseSeat>& seats, uint64_t ready,
              double ttl_s) {
-            check(self.process().check());
-            check(self.grant_at(lease, seats, ready, to_ns(ttl_s)));
+            check(on_leases(self, 0, [&] { return self.grant_at(lease, seats, ready, to_ns(ttl_s)); }));
           },
           py::arg("lease"), py::arg("seats"), py::arg("ready"), py::arg("ttl_s"))
       .def(
           "grant_soft",
           [](Engine& self, py::handle blocks, uint64_t ready, double ttl_s) {
-            check(self.process().check());
-            return take(self.grant_soft(BlockIds(blocks), ready, soft_ttl_ns(ttl_s)));
+            const BlockIds ids(blocks);
+            const std::span<const uint32_t> spanned = ids;
+            return take(on_leases(self, spanned.size(),
+                                  [&] { return self.grant_soft(spanned, ready, soft_ttl_ns(ttl_s)); }));
           },
           py::arg("blocks"), py::arg("ready"), py::arg("ttl_s"))
       .def(
           "grant_soft_at",
           [](Engine& self, const LeaseSeat& seat, py::handle blocks, uint64_t ready, double ttl_s) {
-            check(self.process().check());
-            check(self.grant_soft_at(seat, BlockIds(blocks), ready, soft_ttl_ns(ttl_s)));
+            const BlockIds ids(blocks);
+            const std::span<const uint32_t> spanned = ids;
+            check(on_leases(self, spanned.size(),
+                            [&] { return self.grant_soft_at(seat, spanned, ready, soft_ttl_ns(ttl_s)); }));
           },
           py::arg("seat"), py::arg("blocks"), py::arg("ready"), py::arg("ttl_s"))
-      .def(
-          "revoke",
-          [](Engine& self, py::handle blocks) {  // with the GIL: it is short, and every step calls it
-            check(self.process().check());
-            return self.revoke(BlockIds(blocks));
-          },
-          py::arg("blocks"))
+      .def("revoke", &revoke, py::arg("blocks"))
       .def(
           "holds_lease",
           [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).holds(slot, nonce); },
           py::arg("slot"), py::arg("nonce"))
+      .def("withdraw_soft", of_leases(&LeaseTable::withdraw_soft), py::arg("slot"), py::arg("nonce"))
       .def("soft_lease_counts",
            [](Engine& self) {
-             const SoftLeaseCounts counts = leases_of(self).soft_counts();
+             const SoftLeaseCounts counts =
+                 on_leases(self, 0, [&self] { return self.leases().soft_counts(); });
              return py::make_tuple(counts.active, counts.granted, counts.evicted, counts.displaced,
                                    counts.expired);
            })
-      .def(
-          "set_ready",
-          [](Engine& self, uint64_t lease, uint64_t ready) {
-            return leases_of(self).set_ready(lease, ready);
-          },
-          py::arg("lease"), py::arg("ready"))
+      .def("set_ready", of_leases(&LeaseTable::set_ready), py::arg("lease"), py::arg("ready"))
       .def(
           "extend",
           [](Engine& self, uint64_t lease, double ttl_s) {
-            return leases_of(self).extend(lease, to_ns(ttl_s), now_ns());
+            return on_leases(self, 0, [&] { return self.leases().extend(lease, to_ns(ttl_s), now_ns()); });
           },
           py::arg("lease"), py::arg("ttl_s"))
       .def(
           "set_ttl",
           [](Engine& self, uint64_t lease, double ttl_s) {
-            return leases_of(self).set_ttl(lease, to_ns(ttl_s), now_ns());
+            return on_leases(self, 0, [&] { return self.leases().set_ttl(lease, to_ns(ttl_s), now_ns()); });
           },
           py::arg("lease"), py::arg("ttl_s"))
       .def(
           "renew",
           [](Engine& self, uint32_t slot, uint64_t nonce) {
-            return leases_of(self).renew(slot, nonce, now_ns());
+            return on_leases(self, 0, [&] { return self.leases().renew(slot, nonce, now_ns()); });
           },
           py::arg("slot"), py::arg("settle_nonce"))
-      .def(
-          "abort", [](Engine& self, uint64_t lease) { return leases_of(self).abort(lease); },
-          py::arg("lease"))
-      .def(
-          "settle_own",
-          [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).settle(slot, nonce); },
-          py::arg("slot"), py::arg("settle_nonce"))
+      .def("abort", of_leases(static_cast<bool (LeaseTable::*)(uint64_t)>(&LeaseTable::abort)),
+           py::arg("lease"))
+      .def("settle_own", of_leases(&LeaseTable::settle), py::arg("slot"), py::arg("settle_nonce"))
       .def("take_ended",
            [](Engine& self) {
              check(self.process().check());
              py::list rows;
-             for (const EndedLease& lease : self.take_ended()) {
+             for (const EndedLease& lease : without_gil([&self] { return self.take_ended(); })) {
                rows.append(py::make_tuple(lease.lease, static_cast<int>(lease.how),
                                           static_cast<double>(lease.held_ns) / 1e9));
              }
@@ -233,7 +254,8 @@ void register_engine(py::module_& m) {
       .def("watch_ports", own(&Engine::watch_ports), py::arg("queue"))
       .def("lease_counts",
            [](Engine& self) {
-             const LeaseCounts counts = leases_of(self).counts(now_ns());
+             const LeaseTable& leases = leases_of(self);
+             const LeaseCounts counts = without_gil([&leases] { return leases.counts(now_ns()); });
              return py::make_tuple(counts.active, counts.granted, counts.settled, counts.expired,
                                    counts.aborted, counts.fenced_readers,
                                    static_cast<double>(counts.oldest_ns) / 1e9);
@@ -251,7 +273,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.def("transports", [] {
     py::list rows;
     for (const TransportInfo& info : transports()) {
-      const Status probed = info.probe();
+      const Status probed = without_gil(info.probe);  // loads libraries, opens devices
       rows.append(py::make_tuple(info.name, info.summary, info.default_lanes, probed.what(), probed.fix()));
     }
     return rows;

@@ -54,8 +54,7 @@ std::shared_ptr<Transfer> start(Connection& self, PullRequest& request, LeaseSea
   request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kLeastNs);
   // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
   if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  py::gil_scoped_release release;
-  return self.pull(request);
+  return without_gil([&] { return self.pull(request); });
 }
 
 /// Returns the request of one cache group. The lists must outlive it.
@@ -124,7 +123,8 @@ PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& p
                      py::handle owner_blocks, py::handle reader_blocks, Range tokens, Range layers) {
   check(self->process().check());
   const BlockIds owner(owner_blocks), reader(reader_blocks);
-  return {self, take(self->prepare(request_of(planner, owner, reader, tokens, layers)))};
+  const PullRequest request = request_of(planner, owner, reader, tokens, layers);
+  return {self, take(without_gil([&] { return self->prepare(request); }))};
 }
 
 /// Each row: planner, owner's and reader's blocks, tokens, layers, whether a streaming pull reads it at the
@@ -178,7 +178,7 @@ void register_transfer(py::module_& m) {
           py::arg("timeout_s"))
       .def("failure",
            [](const Transfer& self) -> py::object {
-             const Status status = self.status();
+             const Status status = with_lock_of(self, [&self] { return self.status(); });
              if (status.ok()) return py::none();
              return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
                                    static_cast<int>(status.stale()));
@@ -186,23 +186,26 @@ void register_transfer(py::module_& m) {
       .def("cancel",
            [](Transfer& self) {
              check(self.check_process());
-             py::gil_scoped_release release;
-             self.cancel();
+             without_gil([&self] { self.cancel(); });
            })
       .def(
           "notify",
           [](Transfer& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
             check(self.check_process());
-            return self.notify(std::move(queue), token);
+            return with_lock_of(self, [&] { return self.notify(std::move(queue), token); });
           },
           py::arg("queue"), py::arg("token"))
-      .def("stats", [](const Transfer& self) { return as_tuple(self.stats()); });
+      .def("stats", [](const Transfer& self) {
+        return as_tuple(with_lock_of(self, [&self] { return self.stats(); }));
+      });
 }
 
 void register_connection(py::module_& m) {
-  py::class_<PreparedPlan>(m, "PreparedPlan")
+  // The last one to have a connection closes it, which waits for its lanes.
+  constexpr py::release_gil_before_calling_cpp_dtor kCloses{};
+  py::class_<PreparedPlan>(m, "PreparedPlan", kCloses)
       .def("pull", &PreparedPlan::pull, py::arg("seat"), py::arg("timeout_s"));
-  py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection")
+  py::class_<Connection, std::shared_ptr<Connection>>(m, "Connection", kCloses)
       .def("hellos", [](const Connection& self) { return bytes_list(self.hellos()); })
       .def(
           "establish",
@@ -225,7 +228,13 @@ void register_connection(py::module_& m) {
       .def("relay", &relay, py::arg("engine"), py::arg("lease"), py::arg("scale"), py::arg("last"),
            py::arg("group"), py::arg("seat"), py::arg("stream"), py::arg("num_tokens"), py::arg("batch"),
            py::arg("timeout_s"))
-      .def("settle", own(&Connection::settle), py::arg("slot"), py::arg("settle_nonce"))
+      .def(
+          "settle",
+          [](Connection& self, uint32_t slot, uint64_t nonce) {
+            check(self.process().check());
+            return without_gil([&] { return self.settle(slot, nonce); });  // a lane may copy meanwhile
+          },
+          py::arg("slot"), py::arg("settle_nonce"))
       .def_property_readonly("broken", own(&Connection::broken))
       .def_property_readonly("idle", own(&Connection::idle))
       .def_property_readonly("pending", own(&Connection::pending))
@@ -234,7 +243,8 @@ void register_connection(py::module_& m) {
           [](Connection& self, uint32_t region, uint64_t offset, uintptr_t local, uint32_t bytes) {
             check(self.process().check());
             const Segment segment{reinterpret_cast<std::byte*>(local), bytes, 0};
-            return take(self.time_read({offset, bytes, region, 0, 1}, segment));
+            const ReadOp op{offset, bytes, region, 0, 1};
+            return take(without_gil([&] { return self.time_read(op, segment); }));
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
       .def("predict_us", &Connection::predict_us, py::arg("num_ops"), py::arg("num_bytes"))

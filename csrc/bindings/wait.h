@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waits without the GIL. Only the main thread runs Python's signal handlers, so it must not wait long in one
-// piece: Ctrl-C would have no effect until the deadline.
+// Calls that wait, without the GIL. Only the main thread runs Python's signal handlers, so it must not wait
+// long in one piece: Ctrl-C would have no effect until the deadline.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,6 +19,21 @@
 #include "bindings/bindings.h"
 
 namespace kvlink {
+
+/// Runs `call` without the GIL.
+template <typename Call>
+auto without_gil(Call call) {
+  py::gil_scoped_release release;
+  return call();
+}
+
+/// Runs `call`, which takes the lock of `object` for a moment. While nobody holds the lock, it keeps the GIL:
+/// to get that back costs milliseconds beside a thread that computes in Python.
+template <typename Object, typename Call>
+auto with_lock_of(const Object& object, Call call) {
+  if (!object.busy()) return call();
+  return without_gil(call);
+}
 
 inline constexpr int64_t kSignalsNs = 20'000'000;  // between two looks for signals
 

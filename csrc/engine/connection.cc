@@ -76,9 +76,9 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
                                                     const std::vector<std::string>& pool_keys,
                                                     const std::vector<std::string>& lease_keys,
                                                     uint64_t epoch, int64_t timeout_ns) {
-  const int64_t deadline = now_ns() + timeout_ns;
+  const Patience patience(timeout_ns, closed_);
   std::lock_guard lock(connecting_);
-  if (closed_) return Status::Unreachable("the connection was closed before it was established");
+  if (closed_) return Status::Cancelled("the connection was closed before it was established");
   if (replies.size() != lanes_.size()) {
     return Status::Unreachable("protocol error: the owner answered " + std::to_string(replies.size()) +
                                " of " + std::to_string(lanes_.size()) + " lanes");
@@ -90,7 +90,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   std::vector<Probe> probes;
   for (size_t index = 0; index < lanes_.size(); ++index) {
     Probe& probe = probes.emplace_back(Probe{.lane = lanes_[index]});
-    probe.status = connect(probe, replies[index], pool_keys, lease_keys, deadline - now_ns());
+    probe.status = connect(probe, replies[index], pool_keys, lease_keys, patience);
     probe.pending = probe.status.ok();
   }
   // The probes no longer move, so endpoints may refer to their operations.
@@ -99,7 +99,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
     probe.status = probe.lane->endpoint().post_read(0, {std::span(&probe.op, 1), &probe.segment});
     probe.pending = probe.status.ok();
   }
-  await(probes, epoch, deadline);
+  await(probes, epoch, patience);
 
   Status why;
   std::vector<std::shared_ptr<Lane>> alive;
@@ -146,10 +146,10 @@ std::shared_ptr<const TransferDriver> Connection::make_driver() const {
 }
 
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
-                           const std::vector<std::string>& lease_keys, int64_t timeout_ns) {
+                           const std::vector<std::string>& lease_keys, const Patience& patience) {
   if (reply.empty()) return Status::Unreachable("the owner refused this lane; is its port down?");
   Endpoint& endpoint = probe.lane->endpoint();
-  if (Status status = endpoint.establish(reply, timeout_ns); !status.ok()) return status;
+  if (Status status = endpoint.establish(reply, patience); !status.ok()) return status;
   for (const std::string& key : pool_keys) {
     Result<uint32_t> region = endpoint.import_region(key);
     if (!region.ok()) return region.status();
@@ -168,16 +168,17 @@ Status Connection::connect(Probe& probe, const std::string& reply, const std::ve
   return {};
 }
 
-void Connection::await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns) {
+void Connection::await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) {
   const auto pending = [](const Probe& probe) { return probe.pending; };
-  while (std::any_of(probes.begin(), probes.end(), pending) && now_ns() < deadline_ns) {
+  while (std::any_of(probes.begin(), probes.end(), pending) && !patience.over()) {
     for (Probe& probe : probes) {
       if (probe.pending) probe.poll(epoch);
     }
     yield_thread();
   }
   for (Probe& probe : probes) {
-    if (probe.pending) probe.status = Status::Timeout("the owner's lease table could not be read in time");
+    if (!probe.pending) continue;
+    probe.status = patience.why_over(Status::Timeout("the owner's lease table could not be read in time"));
   }
 }
 
@@ -273,8 +274,8 @@ std::vector<std::string> Connection::paths() const {
 
 void Connection::close() {
   if (process_.inherited()) return;
-  std::lock_guard lock(connecting_);
   closed_ = true;
+  std::lock_guard lock(connecting_);
   for (size_t index = 0; index < lanes_.size(); ++index) {
     lanes_[index]->close("the connection was closed");
     thread_of(index).remove(lanes_[index]);

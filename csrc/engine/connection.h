@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/patience.h"
 #include "base/process_mark.h"
 #include "base/sync.h"
 #include "engine/lane.h"
@@ -70,7 +71,8 @@ class Connection {
   std::string why_broken() const;
   /// Returns Traits::path of each lane.
   std::vector<std::string> paths() const;
-  /// Idempotent. Transfers in flight fail, and on return no byte of theirs lands any more.
+  /// Idempotent. Transfers in flight fail, and on return no byte of theirs lands any more. An establish()
+  /// that waits for the owner ends at once.
   void close();
 
  private:
@@ -82,8 +84,8 @@ class Connection {
   bool ends_soon(const Transfer& transfer) const;
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
-                 const std::vector<std::string>& lease_keys, int64_t timeout_ns);
-  void await(std::vector<Probe>& probes, uint64_t epoch, int64_t deadline_ns);
+                 const std::vector<std::string>& lease_keys, const Patience& patience);
+  static void await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience);
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
   const ProcessMark process_;
@@ -98,8 +100,10 @@ class Connection {
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const TransferDriver> driver_;
   std::vector<std::shared_ptr<Lane>> lanes_;
+  Atomic<bool> closed_{
+      false};         // set before the mutex is taken: it ends the waits of establish(), which holds it
   Mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()
-  bool established_ = false, closed_ = false;  // guarded by it
+  bool established_ = false;  // guarded by it
 };
 
 }  // namespace kvlink

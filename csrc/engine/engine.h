@@ -101,6 +101,10 @@ class Engine {
   /// Ends the soft leases that cover one of the blocks, and returns their number. On return the blocks may be
   /// written: what is read from then on does not validate, and transports with guards send none of it.
   uint32_t revoke(std::span<const uint32_t> blocks);
+  /// The second half of revoke(), after the first: whether there is nothing to wait for, and the wait until
+  /// nothing is sent under what LeaseTable::revoke() has ended.
+  bool is_enforced(const Revoked& revoked) const;
+  void enforce(const Revoked& revoked);
   /// Sweeps, then returns the leases that ended since the last call. Their blocks are free and their late
   /// readers fenced.
   std::vector<EndedLease> take_ended();

@@ -21,18 +21,25 @@ Status Engine::grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> bl
   return status;
 }
 
-/// Leases that expired or were displaced before may have slices under way, too, so their ends count as well.
-/// A second thread that revokes meanwhile waits for the same slices.
 uint32_t Engine::revoke(std::span<const uint32_t> blocks) {
   if (!started()) return 0;
   const Revoked revoked = leases_->revoke(blocks);
+  if (!is_enforced(revoked)) enforce(revoked);
+  return revoked.num_ended;
+}
+
+/// Leases that expired or were displaced before may have slices under way, too, so their ends count as well.
+bool Engine::is_enforced(const Revoked& revoked) const {
+  return fenced_soft_ends_.load(std::memory_order_acquire) >= revoked.all_ended_so_far;
+}
+
+/// A second thread that revokes meanwhile waits for the same slices.
+void Engine::enforce(const Revoked& revoked) {
   uint64_t fenced = fenced_soft_ends_.load(std::memory_order_acquire);
-  if (fenced >= revoked.all_ended_so_far) return revoked.num_ended;
   enforce_guards();
   while (fenced < revoked.all_ended_so_far &&
          !fenced_soft_ends_.compare_exchange_weak(fenced, revoked.all_ended_so_far)) {
   }
-  return revoked.num_ended;
 }
 
 /// On return nothing is sent under a lease that has ended, by transports that compare guards.

@@ -85,6 +85,8 @@ class Transfer {
   bool wait(int64_t timeout_ns);
   Status status() const;
   TransferStats stats() const;
+  /// Returns whether another thread uses the transfer now, for example to plan what became ready.
+  bool busy() const { return !std::unique_lock(mutex_, std::try_to_lock); }
   /// A streaming pull: so many units have landed and validated. Nothing writes their bytes any more, so
   /// others may read them, also after the pull has failed.
   uint64_t proven_units() const { return proven_units_.load(std::memory_order_acquire); }

@@ -105,18 +105,29 @@ LeaseTable::Lease LeaseTable::make_lease(uint64_t id, int64_t ttl_ns, int64_t no
   return {id, {}, now_ns, ttl_ns, aged(now_ns) + ttl_ns, LeaseEnd::kSettled};
 }
 
+bool LeaseTable::may_grant(uint64_t lease, size_t num_seats) const {
+  return num_seats - 1 < kMaxSeats && !leases_.contains(lease);
+}
+
+Status LeaseTable::why_not(uint64_t lease, size_t num_seats) const {
+  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  return Status::Config("a lease has 1 to " + std::to_string(kMaxSeats) + " seats, not " +
+                        std::to_string(num_seats));
+}
+
 Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                                  int64_t ttl_ns, int64_t now_ns) {
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
-  if (readers == 0) return Status::Config("a lease needs at least one reader");
-  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
-  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  if (readers > free_.size() && !make_room(readers)) {
+  if (!may_grant(lease, readers)) return why_not(lease, readers);
+  const bool needs_room = readers > free_.size();
+  if (needs_room && readers > free_.size() + soft_.size()) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
+  if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
+  if (needs_room) make_room(readers);
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
@@ -130,8 +141,7 @@ Status LeaseTable::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, ui
                             int64_t now_ns) {
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
-  if (seats.empty() || seats.size() > kMaxSeats) return Status::Config("a lease has 1 to 255 seats");
-  if (leases_.contains(lease)) return Status::Config("this lease is already granted");
+  if (!may_grant(lease, seats.size())) return why_not(lease, seats.size());
   for (size_t index = 0; index < seats.size(); ++index) {
     const LeaseSeat& seat = seats[index];
     const auto before = seats.first(index);
@@ -178,7 +188,9 @@ void LeaseTable::add(Lease lease) {
 }
 
 void LeaseTable::count_active() {
-  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_, std::memory_order_relaxed);
+  // Sequentially consistent, like the flag of a sweeper that is about to sleep: each stores, then loads the
+  // other's word, and one of them must see the other.
+  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_);
 }
 
 bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {

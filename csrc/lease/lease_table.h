@@ -108,6 +108,9 @@ class LeaseTable {
   /// Ends the soft leases that cover one of the blocks. On return their tombstones are in their slots, and
   /// writes that follow are ordered behind them. Costs a few nanoseconds for a block that none covers.
   Revoked revoke(std::span<const uint32_t> blocks);
+  /// Ends the soft lease that has the slot under this nonce, because nobody got a ticket of it. Returns false
+  /// if there is none.
+  bool withdraw_soft(uint32_t slot, uint64_t nonce);
   SoftLeaseCounts soft_counts() const;
   /// Returns whether the slot still has this nonce, that is, whether a read that ended now would validate.
   bool holds(uint32_t slot, uint64_t nonce) const {
@@ -137,8 +140,10 @@ class LeaseTable {
   void sweep(int64_t now_ns, Swept& swept);
 
   LeaseCounts counts(int64_t now_ns) const;
+  /// Returns whether another thread uses the table now. A sweep of the largest table takes a millisecond.
+  bool busy() const { return !std::unique_lock(mutex_, std::try_to_lock); }
   /// Returns the number of leases that sweeps look after: not of soft leases that do not expire.
-  uint32_t num_active() const { return num_active_.load(std::memory_order_relaxed); }
+  uint32_t num_active() const { return num_active_.load(); }
 
  private:
   struct Seat {
@@ -183,6 +188,8 @@ class LeaseTable {
   void expire(uint32_t slot);
   bool abort(Lease& lease);
   void report(int64_t now_ns, Swept& swept);
+  bool may_grant(uint64_t lease, size_t num_seats) const;
+  Status why_not(uint64_t lease, size_t num_seats) const;
   Status draw_nonces(size_t num);
   uint64_t take_nonce();
 

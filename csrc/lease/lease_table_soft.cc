@@ -72,6 +72,14 @@ Revoked LeaseTable::revoke(std::span<const uint32_t> blocks) {
   return {static_cast<uint32_t>(num_soft_ended_ - before), num_soft_ended_};
 }
 
+bool LeaseTable::withdraw_soft(uint32_t slot, uint64_t nonce) {
+  std::lock_guard lock(mutex_);
+  if (!soft_.has(slot) || !holds(slot, nonce)) return false;
+  uint64_t uncounted = 0;
+  end_soft(slot, LeaseEnd::kAborted, uncounted);
+  return true;
+}
+
 /// The slot is free at once: no reader stores to it, and nothing but the nonce names the lease.
 void LeaseTable::end_soft(uint32_t slot, LeaseEnd how, uint64_t& count) {
   slots_[slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);

@@ -30,7 +30,7 @@ class StagedEndpoint final : public StageableEndpoint {
         slot_region_(slot_region) {}
   ~StagedEndpoint() override { close(); }
 
-  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Status establish(std::string_view reply, const Patience& patience) override;
   const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override;
@@ -80,8 +80,8 @@ class StagedEndpoint final : public StageableEndpoint {
   std::vector<Completion> inner_ended_;
 };
 
-Status StagedEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
-  if (Status status = inner_->establish(reply, timeout_ns); !status.ok()) return status;
+Status StagedEndpoint::establish(std::string_view reply, const Patience& patience) {
+  if (Status status = inner_->establish(reply, patience); !status.ok()) return status;
   if (Status status = look_.open(inner_->traits().wake_fd); !status.ok()) return status;
   traits_ = inner_->traits();
   Window& window = traits_.window;

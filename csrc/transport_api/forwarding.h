@@ -13,8 +13,8 @@ class WrappedEndpoint : public Endpoint {
   explicit WrappedEndpoint(std::unique_ptr<Endpoint> inner) : inner_(std::move(inner)) {}
 
   std::string hello() const override { return inner_->hello(); }
-  Status establish(std::string_view reply, int64_t timeout_ns) override {
-    return inner_->establish(reply, timeout_ns);
+  Status establish(std::string_view reply, const Patience& patience) override {
+    return inner_->establish(reply, patience);
   }
   Result<uint32_t> import_region(std::string_view remote_key) override {
     return inner_->import_region(remote_key);

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/patience.h"
 #include "base/status.h"
 #include "memory/memory_range.h"
 #include "transport_api/ops.h"
@@ -33,8 +34,8 @@ class Endpoint {
   virtual ~Endpoint() = default;
 
   virtual std::string hello() const = 0;
-  /// Blocks at most `timeout_ns`.
-  virtual Status establish(std::string_view reply, int64_t timeout_ns) = 0;
+  /// Waits no longer than `patience` lasts.
+  virtual Status establish(std::string_view reply, const Patience& patience) = 0;
   /// Returns the index by which ReadOp::region names this region of the owner.
   virtual Result<uint32_t> import_region(std::string_view remote_key) = 0;
   virtual const Traits& traits() const = 0;

@@ -65,7 +65,7 @@ class CmaEndpoint : public QueuedEndpoint {
 
   std::string hello() const override { return BlobWriter().u32(kMagic).take(); }
 
-  Status establish(std::string_view reply, int64_t) override {
+  Status establish(std::string_view reply, const Patience&) override {
     BlobReader from(reply, kMagic);
     if (!from.done()) return Status::AccessDenied("not a reply of a cma owner");
     set_wake_fd(owner_.pidfd());

@@ -100,7 +100,7 @@ class LoopbackEndpoint : public MappedEndpoint {
 
   std::string hello() const override { return BlobWriter().u32(kMagic).u64(number_).take(); }
 
-  Status establish(std::string_view reply, int64_t) override {
+  Status establish(std::string_view reply, const Patience&) override {
     BlobReader from(reply, kMagic);
     if (from.u64() != number_ || !from.done())
       return Status::AccessDenied("not a reply of this loopback owner");

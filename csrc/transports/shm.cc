@@ -25,8 +25,8 @@ class ShmEndpoint : public MappedEndpoint {
   ~ShmEndpoint() override { close(); }
 
   std::string hello() const override { return client_.hello(); }
-  Status establish(std::string_view reply, int64_t timeout_ns) override {
-    Status status = client_.establish(reply, timeout_ns);
+  Status establish(std::string_view reply, const Patience& patience) override {
+    Status status = client_.establish(reply, patience);
     set_wake_fd(client_.wake_fd());
     return status;
   }

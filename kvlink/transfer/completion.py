@@ -144,9 +144,9 @@ async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIt
     closed."""
     ready = asyncio.Event()
     reader = QueueReader(ready.set)
-    engine.core.watch_ended(reader.queue)
-    engine.notify_when_closed(reader.queue)
     try:
+        engine.core.watch_ended(reader.queue)
+        engine.notify_when_closed(reader.queue)
         while True:
             closed = engine.closed  # read it before the last call of `look`
             for found in look():
@@ -166,11 +166,11 @@ def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float
     None waits without a limit.
     """
     queue, waiting = CompletionQueue(), select.poll()
-    engine.core.watch_ended(queue)
-    engine.notify_when_closed(queue)
-    waiting.register(queue.fileno(), select.POLLIN)
     timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), _MOST_MS)
     try:
+        engine.core.watch_ended(queue)
+        engine.notify_when_closed(queue)
+        waiting.register(queue.fileno(), select.POLLIN)
         while True:
             closed = engine.closed
             yield from look()

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -122,18 +123,22 @@ class Engine:
         check = partial(unreadable_ports, config=config) if config.rdma_read_check else None
         register = partial(register_with_nics, pool, config, staging=self._staging, read_check=check)
         self._nics = register() if by_nic else NicRegistration()
-        self._kernel = None if pool.gpu is None else kernel_for(pool.gpu)
-        self._core = self._start(config, transports, by_nic)
-        refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
-        if refused and self._nics.by_dma_buf:  # only the attempt shows whether the driver refuses dma-buf
-            self._core.close()
-            self._nics = register(nic_refuses_dma_buf=refused)
+        with ExitStack() as if_it_raises:
+            if_it_raises.callback(lambda: self._nics.close())  # the second registration, if there is one
+            if_it_raises.callback(self._close_core)
+            self._kernel = None if pool.gpu is None else kernel_for(pool.gpu)
             self._core = self._start(config, transports, by_nic)
-        self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
-        """Transports that stage reads into the pool, which is on a GPU, in host memory."""
-        log_placement(pool)
-        warn_of_pool(pool, self.cards())
-        warn_of_staging(pool, self._core.staging_refused())
+            refused = next((card.refused for card in self.cards() if card.name in by_nic), "")
+            if refused and self._nics.by_dma_buf:  # only the attempt shows whether the driver refuses dma-buf
+                self._core.close()
+                self._nics = register(nic_refuses_dma_buf=refused)
+                self._core = self._start(config, transports, by_nic)
+            self.bounces = frozenset(card.name for card in self.cards() if card.bounces)
+            """Transports that stage reads into the pool, which is on a GPU, in host memory."""
+            log_placement(pool)
+            warn_of_pool(pool, self.cards())
+            warn_of_staging(pool, self._core.staging_refused())
+            if_it_raises.pop_all()
         self.nics_left_out: tuple[RefusedNic, ...] = self._nics.left_out
         """The ports that this pool does not use, each with the reason."""
         self.on_forked: Callable[[], None] = lambda: None
@@ -159,14 +164,15 @@ class Engine:
             cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
         )
-        if self._nics.refused:
-            for name in by_nic:
+        with ExitStack() as if_it_raises:
+            if_it_raises.callback(core.close)
+            for name in by_nic if self._nics.refused else ():
                 core.disable(name, self._nics.refused)
-        if self._nics.bounced:
-            for name in by_nic:
+            for name in by_nic if self._nics.bounced else ():
                 core.bounce(name, self._nics.bounced)
-        with self._nics.added(core, self.pool, self._staging, always=config.staging == "always"):
-            core.start()
+            with self._nics.added(core, self.pool, self._staging, always=config.staging == "always"):
+                core.start()
+            if_it_raises.pop_all()
         return core
 
     @property
@@ -232,12 +238,15 @@ class Engine:
     def close(self) -> None:
         """Breaks connections, joins threads and revokes keys. On return no peer can read the pool over a network."""
         _live.discard(self)
-        if self._core is not None:
-            self._core.close()
+        self._close_core()
         with self._notify_lock:
             self.closed = True
             for queue in self._notified:
                 os.eventfd_write(queue.fileno(), 1)
+
+    def _close_core(self) -> None:
+        if getattr(self, "_core", None) is not None:  # there is none before the constructor is done
+            self._core.close()
 
     def notify_when_closed(self, queue: CompletionQueue) -> None:
         """Wakes waiters of `queue` after `closed` becomes true, until `stop_notifying`."""

@@ -55,6 +55,10 @@ class NicRegistration:
         one = next(iter(self.exported), None)  # all ranges are on the same GPU
         return one.flush_writes if one and one.needs_flush() else None
 
+    def close(self) -> None:
+        """Closes the dma-buf descriptors, which only registering uses. Idempotent."""
+        _close(self.exported)
+
     @contextmanager
     def added(
         self,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
+from kvlink.tracing import TraceParent
 from kvlink.transfer.block_ids import check_distinct
 from kvlink.transfer.group_ids import GroupIds, NumTokens, arrays_of, joined
 from kvlink.types import ReadyUnit
@@ -23,6 +24,15 @@ class OfferedBlocks(NamedTuple):
     num_tokens: int
     unit: ReadyUnit
     written: int
+
+
+def parent_span(request_id: str, trace: str) -> TraceParent | None:
+    """Returns the span of a `traceparent`, None for "" and for a malformed one. Raises ConfigError for no text."""
+    if not isinstance(trace, str):
+        raise ConfigError(
+            f"offer {request_id}: trace must be the text of a traceparent, not {type(trace).__name__}"
+        )
+    return TraceParent.parse(trace) if trace else None
 
 
 def checked_offer(

@@ -14,12 +14,12 @@ from typing import Any
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.layout import rank_of
+from kvlink.runtime.supervised import guarded
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
-from kvlink.tracing import TraceParent
 from kvlink.transfer.device_work import DeviceWork, has_ended, until_ended
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import GroupIds, NumTokens
-from kvlink.transfer.offer_check import checked_offer
+from kvlink.transfer.offer_check import checked_offer, parent_span
 from kvlink.types import LeaseEvent, ReadyUnit
 
 _MAX_EVENTS = 1 << 16  # limit for a caller that never reads events; the oldest are dropped
@@ -35,7 +35,7 @@ class _Offered:
     num_blocks: int = 0
     """The number of blocks that are pinned for readers."""
     ticket: Ticket | None = None
-    """None while the ticket is being signed, or if the caller created the ticket."""
+    """None while the ticket is being made, or if the caller created the ticket."""
 
 
 class Offers:
@@ -52,9 +52,10 @@ class Offers:
         self._lease_ids = itertools.count(1)
         self._lock = threading.Lock()
         self._by_request: dict[str, _Offered] = {}
-        self._requests: dict[int, str | None] = {}
-        """Request ids by lease. None for a lease whose offer was withdrawn."""
-        self._events: deque[LeaseEvent] = deque(maxlen=_MAX_EVENTS)
+        self._requests: dict[int, str] = {}
+        """Request ids by lease. An offer that was withdrawn is in neither."""
+        self._events: deque[tuple[int, LeaseEvent]] = deque(maxlen=_MAX_EVENTS)
+        """Each with its lease."""
         self.on_ended: Callable[[str], object] = lambda request_id: None
         self.in_background: Callable[[Coroutine[Any, Any, None], str], None]
         """Runs a coroutine in the background. The second argument is the request id for log messages."""
@@ -76,68 +77,79 @@ class Offers:
         ready_unit: ReadyUnit,
         after: DeviceWork | None = None,
         trace: str = "",
+        publish: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
-        """See `Worker.offer`."""
+        """See `Worker.offer`. `publish` is called with the ticket. Whatever raises, no lease is left behind."""
         lease = next(self._lease_ids)
         began = time.perf_counter_ns() if lease % _TIMED_EVERY == 1 else 0
         check_request_id(request_id)
         blocks = checked_offer(request_id, block_ids, self._engine.pool.groups, num_tokens, ready, ready_unit)
         ids, written = blocks.ids, blocks.written
         _check_terms(request_id, ttl_s, readers)
+        parent = parent_span(request_id, trace)
         now = written if after is None or has_ended(after) else 0
-        seats, offered = self._grant(request_id, lease, len(ids), readers, now, ttl_s)
-        unsigned = Ticket(
-            request_id=request_id,
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            agent=self._agent,
-            seats=seats,
-            block_ids=ids,
-            num_tokens=blocks.num_tokens,
-            ready=now,
-            ready_unit=blocks.unit,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            ttl_s=ttl_s,
-            group_sizes=blocks.group_sizes,
-            group_tokens=blocks.group_tokens,
-            trace=TraceParent.parse(trace) if trace else None,
-        )
+        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
+            self._collect()
         try:
+            offered = self._begin(request_id, lease, len(ids))
+            seats = self._engine.grant(lease, readers, now, ttl_s)
+            unsigned = Ticket(
+                request_id=request_id,
+                worker_id=self._worker_id,
+                epoch=self._epoch,
+                agent=self._agent,
+                seats=tuple(LeaseSeat(*seat) for seat in seats),
+                block_ids=ids,
+                num_tokens=blocks.num_tokens,
+                ready=now,
+                ready_unit=blocks.unit,
+                rank=self._rank,
+                num_ranks=self._num_ranks,
+                ttl_s=ttl_s,
+                group_sizes=blocks.group_sizes,
+                group_tokens=blocks.group_tokens,
+                trace=parent,
+            )
             ticket = offered.ticket = self.sign(unsigned)  # may read files, so it runs without the lock
+            if after is not None and now < written:
+                self.in_background(self._ready_after(lease, after, written), request_id)
+            if publish is not None:
+                publish(ticket)
         except BaseException:
             self._withdraw(request_id, lease)
             raise
-        if after is not None and now < written:
-            self.in_background(self._ready_after(lease, after, written), request_id)
         if began:
             self.durations.add(time.perf_counter_ns() - began)
         return ticket
 
-    def _grant(
-        self, request_id: str, lease: int, num_blocks: int, readers: int, ready: int, ttl_s: float
-    ) -> tuple[tuple[LeaseSeat, ...], _Offered]:
-        if request_id in self._by_request or len(self._by_request) % _COLLECT_EVERY == 0:
-            self._collect()
+    def _begin(self, request_id: str, lease: int, num_blocks: int = 0) -> _Offered:
+        """Adds an offer before its lease is granted. Raises ConfigError if the request is offered already."""
         with self._lock:
-            self._check_not_offered(request_id)
-            seats = self._engine.grant(lease, readers, ready, ttl_s)
-            offered = self._by_request[request_id] = _Offered(lease, num_blocks)
+            if request_id in self._by_request:
+                raise ConfigError(
+                    f"request {request_id} is offered already; wait for its event or abort it before offering it again"
+                )
             self._requests[lease] = request_id
-        return tuple(LeaseSeat(*seat) for seat in seats), offered
-
-    def _check_not_offered(self, request_id: str) -> None:
-        if request_id in self._by_request:
-            raise ConfigError(
-                f"request {request_id} is offered already; wait for its event or abort it before offering it again"
-            )
+            offered = self._by_request[request_id] = _Offered(lease, num_blocks)
+        return offered
 
     def _withdraw(self, request_id: str, lease: int) -> None:
-        """Ends an offer whose ticket was never returned. No event follows, and the request may be offered again."""
+        """Ends an offer whose ticket was never returned, as far as it got. No event follows.
+
+        The lease may have ended meanwhile, and the request may belong to another offer.
+        """
         with self._lock:
-            del self._by_request[request_id]
-            self._requests[lease] = None
+            if self._requests.pop(lease, None) is None:  # it may have ended
+                for entry in [entry for entry in self._events if entry[0] == lease]:
+                    self._events.remove(entry)
+            self._remove(request_id, lease)
         self._engine.core.abort(lease)
+
+    def _remove(self, request_id: str, lease: int) -> None:
+        """Removes the offer of a lease. A later offer of the same request stays. To be called with the lock."""
+        offered = self._by_request.get(request_id)
+        if offered is not None and offered.lease == lease:
+            del self._by_request[request_id]
 
     async def _ready_after(self, lease: int, after: DeviceWork, ready: int) -> None:
         try:
@@ -158,12 +170,13 @@ class Offers:
         """
         check_request_id(request_id)
         lease = next(self._lease_ids)
-        with self._lock:
-            self._check_not_offered(request_id)
-            rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
+        rows = [(seat.slot, seat.nonce, seat.settle_nonce) for seat in seats]
+        try:
+            self._begin(request_id, lease)
             self._engine.core.grant_at(lease, rows, 0, ttl_s)
-            self._by_request[request_id] = _Offered(lease)
-            self._requests[lease] = request_id
+        except BaseException:
+            self._withdraw(request_id, lease)
+            raise
 
     def set_ttl(self, request_id: str, ttl_s: float) -> None:
         """Makes an offer end `ttl_s` seconds from now, even if that is sooner than before. Raises UnknownRequest."""
@@ -194,22 +207,22 @@ class Offers:
     def events(self) -> list[LeaseEvent]:
         """See `Worker.events`."""
         self._collect()
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
+        with self._lock:
+            events = [event for _, event in self._events]
+            self._events.clear()
         return events
 
     def _collect(self) -> None:
         for ended in self._engine.take_ended():
+            request_id = self._requests.get(ended.lease)
+            if request_id is None:  # withdrawn
+                continue
+            guarded("end of an offer", self.on_ended)(request_id)  # before the request may be offered again
             with self._lock:
-                request_id = self._requests[ended.lease]
-                if request_id is None:
-                    del self._requests[ended.lease]
+                if self._requests.pop(ended.lease, None) is None:  # withdrawn meanwhile
                     continue
-            self.on_ended(request_id)  # before the request may be offered again
-            with self._lock:
-                del self._requests[ended.lease], self._by_request[request_id]
-                self._events.append(LeaseEvent(request_id, ended.how, ended.held_s))
+                self._remove(request_id, ended.lease)
+                self._events.append((ended.lease, LeaseEvent(request_id, ended.how, ended.held_s)))
 
     def tickets(self) -> list[Ticket]:
         """Returns the tickets of the live offers."""

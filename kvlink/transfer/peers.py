@@ -87,7 +87,11 @@ class Peers:
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""
-        for connection in [*(peer.connection for peer in self._peers.values()), *self._retiring.values()]:
+        peers, retiring = (
+            [*self._peers.values()],
+            [*self._retiring.values()],
+        )  # the loop may change both meanwhile
+        for connection in [*(peer.connection for peer in peers), *retiring]:
             connection.close()
         self._peers.clear()
 
@@ -177,6 +181,7 @@ class Peers:
         refused: Sequence[Refusal],
         timeout_s: float,
     ) -> Peer:
+        ends = time.monotonic() + timeout_s
         try:
             hellos = connection.hellos()
             with refuse_path(keep_retryable=True):
@@ -184,8 +189,9 @@ class Peers:
                     card, offered.name, hellos
                 )
             keys = (pool_keys or offered.pool_keys, lease_keys or offered.lease_keys)
+            left_s = max(ends - time.monotonic(), 0.0)  # without what the owner's agent took
             with refuse_path():
-                regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, timeout_s)
+                regions = await off_loop(connection.establish, number, replies, *keys, card.epoch, left_s)
             planners = self.engine.planners(card.layouts, card.region_bytes, regions, assignment.heads)
         except BaseException:
             connection.close()

@@ -43,7 +43,8 @@ class Pull(SharedAwaitable[PullStats]):
 
     On a GPU, kernels can read the bytes after `wait` or `await` has returned, which makes them visible to the GPU.
     Safe from any thread, and `await` works on any event loop. At the end of a `with` or `async with` block of a pull
-    the block waits for it, or cancels it if the block raises.
+    the block waits for it, or cancels it if the block raises. It raises an error of the pull that nobody has seen: not
+    one that `wait` or `await` has raised before, and not that the program itself has cancelled the pull.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Pull(SharedAwaitable[PullStats]):
         "_pid",
         "_restart",
         "_starting",
+        "_told",
         "request_id",
     )
 
@@ -154,6 +156,7 @@ class Pull(SharedAwaitable[PullStats]):
 
     async def _cancelled(self) -> None:
         """Ends the pull as `cancel` does without blocking the loop. Cancelling this coroutine does not interrupt it."""
+        self._told = True
         if self._restart is not None:
             self._restart.give_up()
         again: asyncio.CancelledError | None = None
@@ -191,26 +194,32 @@ class Pull(SharedAwaitable[PullStats]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        else:
+        if kind is not None:
             self._cancel_own()
+        elif not self._is_told():
+            self.wait()
 
     async def __aenter__(self) -> Pull:
         return self.__enter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            await self
+            if not self._is_told():
+                await self
         elif issubclass(kind, GeneratorExit):
             self._cancel_own()
         else:
             await self._cancelled()
 
+    def _is_told(self) -> bool:
+        """Returns whether the pull has failed or was cancelled, and the program knows it. It has ended then."""
+        return getattr(self, "_told", False)  # set at that time, because every small pull is created
+
     def cancel(self) -> None:
         """Ends the pull. On return no more bytes of it can arrive. It has no effect on an ended pull."""
         if self._restart is not None:
             self._restart.give_up()
+        self._told = self._is_told() or not self.done()
         if self._parts is None and self._starting is not None:
             self._starting.check_own()
             self._starting.cancel()
@@ -265,6 +274,7 @@ class Pull(SharedAwaitable[PullStats]):
         if not parts or any(transfer.state != SETTLED for _, _, transfer in parts):
             error = self._error()
             if error is not None:
+                self._told = True
                 raise error
             self._report_unsettled()
         flush = self._on_landed

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvlink.durations import Durations
-from kvlink.errors import KVLinkError, PeerUnreachable, TransferTimeout
+from kvlink.errors import Cancelled, KVLinkError, PeerUnreachable, TransferTimeout
 from kvlink.runtime.supervised import guarded, start_awaited
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.reconnect import ReconnectBackoff
@@ -48,6 +48,7 @@ class SharedConnects:
         """The durations of successful attempts, without back-off."""
         self.num_retries = 0
         self._attempt, self._clock = attempt, clock
+        self._closed = False
         self._running: dict[Key, _Connect] = {}
         self._backoffs: dict[Key, ReconnectBackoff] = {}
 
@@ -56,6 +57,8 @@ class SharedConnects:
 
         The attempt continues after a caller gives up, because the next caller may use its connection.
         """
+        if self._closed:
+            raise _closed(key)
         connect = self._running.get(key)
         if connect is None or connect.task.done():
             connect = self._running[key] = _Connect()
@@ -69,7 +72,15 @@ class SharedConnects:
             connect.deadlines.remove(deadline)
         if not done:
             raise self._not_in_time(key)
+        if connect.task.cancelled():
+            raise _closed(key)
         return connect.task.result()
+
+    def close(self) -> None:
+        """Ends all attempts, because the worker is closing. Their callers, and later ones, get Cancelled."""
+        self._closed = True
+        for connect in self._running.values():
+            connect.task.cancel()
 
     async def _run(self, connect: _Connect, key: Key, agent: str) -> Peer | None:
         self._drop_expired()
@@ -120,3 +131,7 @@ class SharedConnects:
         for key in [key for key, backoff in self._backoffs.items() if backoff.is_expired(now)]:
             if key not in self._running:
                 del self._backoffs[key]
+
+
+def _closed(key: Key) -> Cancelled:
+    return Cancelled(f"not connected to {key[0]}: this worker is closed")

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from kvlink.errors import ConfigError
 from kvlink.layout import rank_of
 from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
-from kvlink.tracing import TraceParent
 from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import GroupIds, NumTokens, arrays_of, joined
-from kvlink.transfer.offer_check import checked_soft_offer
+from kvlink.transfer.offer_check import checked_soft_offer, parent_span
 from kvlink.types import WorkerCard
 
 _MAX_TTL_S = 30 * 86400.0
@@ -30,31 +29,39 @@ def offer_soft(
     digests: Sequence[bytes],
     ttl_s: float | None,
     trace: str,
+    sign: Callable[[Ticket], Ticket],
 ) -> Ticket:
-    """Returns the unsigned ticket of `Worker.offer_soft`."""
+    """See `Worker.offer_soft`. If `sign` raises, no lease is left behind."""
     check_request_id(request_id)
     blocks = checked_soft_offer(request_id, block_ids, engine.pool.groups, num_tokens)
     prefixes = PrefixDigests.of(digests).checked(blocks.num_tokens) if digests else None
-    seat = engine.core.grant_soft(blocks.ids, blocks.written, _checked_ttl(request_id, ttl_s))
+    parent = parent_span(request_id, trace)
     rank, num_ranks = rank_of(engine.pool.layout)
-    return Ticket(
-        request_id=request_id,
-        worker_id=card.worker_id,
-        epoch=card.epoch,
-        agent=card.agent,
-        seats=(LeaseSeat(*seat),),
-        block_ids=blocks.ids,
-        num_tokens=blocks.num_tokens,
-        ready=blocks.written,
-        ready_unit=blocks.unit,
-        rank=rank,
-        num_ranks=num_ranks,
-        ttl_s=ttl_s or 0.0,
-        group_sizes=blocks.group_sizes,
-        group_tokens=blocks.group_tokens,
-        trace=TraceParent.parse(trace) if trace else None,
-        digests=prefixes,
-    )
+    seat = LeaseSeat(*engine.core.grant_soft(blocks.ids, blocks.written, _checked_ttl(request_id, ttl_s)))
+    try:
+        return sign(
+            Ticket(
+                request_id=request_id,
+                worker_id=card.worker_id,
+                epoch=card.epoch,
+                agent=card.agent,
+                seats=(seat,),
+                block_ids=blocks.ids,
+                num_tokens=blocks.num_tokens,
+                ready=blocks.written,
+                ready_unit=blocks.unit,
+                rank=rank,
+                num_ranks=num_ranks,
+                ttl_s=ttl_s or 0.0,
+                group_sizes=blocks.group_sizes,
+                group_tokens=blocks.group_tokens,
+                trace=parent,
+                digests=prefixes,
+            )
+        )
+    except BaseException:
+        engine.core.withdraw_soft(seat.slot, seat.nonce)
+        raise
 
 
 def grant_soft_at(

@@ -18,6 +18,7 @@ from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
 from kvlink.transfer.engine import SETTLED, failure
 from kvlink.transfer.group_ids import GroupIds, arrays_of
+from kvlink.transfer.offer_check import parent_span
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.pull import Pull, PullStats
 from kvlink.transfer.pull_start import Part
@@ -41,7 +42,7 @@ class TracedOffers(Offers):
             "kvlink.peer": self._worker_id,
             "kvlink.blocks": sum(map(len, ids)),
         }
-        with tracing.span("kvlink.offer", Kind.PRODUCER, TraceParent.parse(trace), about) as span:
+        with tracing.span("kvlink.offer", Kind.PRODUCER, parent_span(request_id, trace), about) as span:
             return super().offer(
                 request_id, ids if len(ids) > 1 else ids[0], trace=str(span.context) if span else trace, **how
             )

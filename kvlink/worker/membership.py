@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from kvlink import tracing
@@ -69,15 +70,17 @@ class WorkerMembership:
         """Returns the report that each beat sends to the coordinator."""
 
     @classmethod
-    async def open(cls, config: WorkerConfig, engine: OwnEngine) -> WorkerMembership:
-        """Starts the agent, which admits no peer before `join`. Raises ConfigError if its port is not available."""
-        advertised = advertised_host(config)
+    async def of(cls, config: WorkerConfig, engine: OwnEngine) -> WorkerMembership:
+        """Returns a membership that `open` starts. `leave` ends it, whether or not `open` has succeeded."""
         reason, fix = loopback_problem(config)
         if reason:
             _log.warning("%s; %s", reason, fix)
-        membership = cls(config, engine)
-        await membership._agent.start(config.host, config.agent_port, advertised)
-        return membership
+        return cls(config, engine)
+
+    async def open(self) -> None:
+        """Starts the agent, which admits no peer before `join`. Raises ConfigError if its port is not available."""
+        config = self._config
+        await self._agent.start(config.host, config.agent_port, advertised_host(config))
 
     @property
     def has_coordinator(self) -> bool:
@@ -151,18 +154,19 @@ class WorkerMembership:
             _log.warning("cannot tell the coordinator that worker=%s drains error=%s", card.worker_id, error)
 
     async def leave(self) -> None:
-        """Leaves the session and closes agent, directory and client. Idempotent."""
-        for client, _, task in self._publishing:
-            task.cancel()
-            await client.close()
-        self._leave_ports()
-        if self._telling is not None:  # the coordinator would keep a worker that joins after it has left
-            await asyncio.gather(self._telling, return_exceptions=True)
-        await self._leave_session()
-        await self._agent.close()
-        await self.directory.close()
-        if self._client is not None:
-            await self._client.close()
+        """Leaves the session and closes agent, directory and client, each although another one fails. Idempotent."""
+        async with AsyncExitStack() as closing:  # in the reverse order
+            if self._client is not None:
+                closing.push_async_callback(self._client.close)
+            closing.push_async_callback(self.directory.close)
+            closing.push_async_callback(self._agent.close)
+            closing.push_async_callback(self._leave_session)
+            if self._telling is not None:  # the coordinator would keep a worker that joins after it has left
+                closing.push_async_callback(asyncio.wait, [self._telling])
+            closing.callback(self._leave_ports)
+            for client, _, task in self._publishing:
+                closing.push_async_callback(client.close)
+                closing.callback(task.cancel)
 
     async def publish(self, ticket: Ticket) -> None:
         """Sends a ticket to the coordinator and keeps it there until `forget`. Raises CoordinatorError."""

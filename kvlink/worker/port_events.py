@@ -18,8 +18,12 @@ class PortLog:
         self._engine = engine
         self._worker_id = worker_id
         self._reader = QueueReader(self._log_changes)
-        engine.core.watch_ports(self._reader.queue)
-        self._known = {port.name: port for port in engine.ports()}
+        try:
+            engine.core.watch_ports(self._reader.queue)
+            self._known = {port.name: port for port in engine.ports()}
+        except BaseException:
+            self._reader.close()
+            raise
 
     def close(self) -> None:
         """Stops logging. Idempotent."""

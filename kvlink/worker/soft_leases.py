@@ -46,10 +46,17 @@ class SoftLeases(LeaseEvents):
         trace: as for `offer`.
         Raises ConfigError for invalid arguments, and if offers that pin blocks have all lease slots.
         """
-        ticket = soft_offers.offer_soft(
-            self._engine, self.card, request_id, block_ids, num_tokens, digests, ttl_s, trace
+        return soft_offers.offer_soft(
+            self._engine,
+            self.card,
+            request_id,
+            block_ids,
+            num_tokens,
+            digests,
+            ttl_s,
+            trace,
+            self.offers.sign,
         )
-        return self.offers.sign(ticket)
 
     def grant_soft_at(
         self,

@@ -79,22 +79,25 @@ class Worker(Relays):
         self.pool, self.worker_id, self._read_ids = pool, worker_id, reader_of_ids(pool.groups)
         self._timeout_s, self._pid = self.config.timeout_s, os.getpid()
         self._closed, self._closing = False, threading.RLock()
+        sign, self._checked = ticket_signing(self.config)
+        offers, self._pull = spans.kinds()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
             self._starts = PullStarts(self._control)
+            opened.callback(self._close_engine)  # before there is one: an interrupt may come at any time
             self._engine = Engine(pool, time.time_ns(), self.config)
-            opened.callback(lambda: self._engine.close())
-            membership = WorkerMembership.open(self.config, lambda: self._engine)  # _join may replace it
-            self._membership = self._control.run(membership, _JOIN_S)
             opened.callback(self._leave)
+            self._membership = self._control.run(
+                WorkerMembership.of(self.config, lambda: self._engine), _JOIN_S
+            )
+            self._control.run(self._membership.open(), _JOIN_S)
             self.card: WorkerCard = self._control.run(self._join(), _JOIN_S)
-            offers, self._pull = spans.kinds()
             self.offers = offers(self._engine, worker_id, self.card.epoch, self.card.agent)
             self.offers.on_ended = lambda request_id: self._control.on_loop(
                 "ended offer", self._membership.forget, request_id
             )
             self.offers.in_background = bound(self._in_background, what="waiting for the device")
-            self.offers.sign, self._checked = ticket_signing(self.config)
+            self.offers.sign = sign
             self._peers = Peers(self._engine, self._membership.directory)
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._on_unsettled = releaser.settle_by_agent
@@ -103,8 +106,9 @@ class Worker(Relays):
             self._membership.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
+            opened.callback(open_workers.discard, self)
+            open_workers.add(self)
             self._opened = opened.pop_all()
-        open_workers.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self.offers)} offers, {len(self._peers.all())} peers"
@@ -146,7 +150,7 @@ class Worker(Relays):
         """
         if publish:
             self._membership.require_coordinator(f"request {request_id}: publish=True")
-        ticket = self.offers.offer(
+        return self.offers.offer(
             request_id,
             block_ids,
             num_tokens=num_tokens,
@@ -156,10 +160,11 @@ class Worker(Relays):
             ready_unit=ready_unit,
             after=after,
             trace=trace,
+            publish=self._publish if publish else None,
         )
-        if publish:
-            self._in_background(self._membership.publish(ticket), request_id, "publish")
-        return ticket
+
+    def _publish(self, ticket: Ticket) -> None:
+        self._in_background(self._membership.publish(ticket), ticket.request_id, "publish")
 
     def set_ready(self, request_id: str, ready: int) -> None:
         """Announces to streaming readers that `ready` units are written. Never decreases. Raises UnknownRequest."""
@@ -275,16 +280,28 @@ class Worker(Relays):
         with self._closing:  # a second caller waits for the first
             if not self._closed:
                 self._closed = True
-                open_workers.discard(self)
-                self._opened.close()
-                self._peers.close()
+                try:
+                    self._opened.close()
+                finally:
+                    self._peers.close()
+
+    def _close_engine(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close()
 
     def _leave(self) -> None:
         self._starts.cancel_all()
+        if not hasattr(self, "_membership"):
+            return
         try:
-            self._control.run(self._membership.leave(), _CLOSE_S)
+            self._control.run(self._end_calls(), _CLOSE_S)
         except KVLinkError as error:
             _log.warning("worker did not leave cleanly worker=%s error=%s", self.worker_id, error)
+
+    async def _end_calls(self) -> None:
+        if hasattr(self, "_peers"):
+            self._peers.connects.close()
+        await self._membership.leave()
 
     async def _join(self) -> WorkerCard:
         card = await self._membership.join(self.worker_id, self._engine)

@@ -49,7 +49,7 @@ class SimulatedEndpoint final : public Endpoint {
   SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Observer observer);
 
   std::string hello() const override { return "hello"; }
-  Status establish(std::string_view, int64_t) override { return {}; }
+  Status establish(std::string_view, const Patience&) override { return {}; }
   Result<uint32_t> import_region(std::string_view) override { return num_regions_++; }
   const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;

@@ -190,3 +190,18 @@ def test_an_agent_that_is_away_or_busy_is_asked_again_for_the_same_transport(err
     with pytest.raises(type(error)):
         connect(script)
     assert list(script.paths) == ["shm"]
+
+
+def test_what_the_agent_takes_is_not_left_for_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: at[0])
+    at = [1000.0]
+    monkeypatch.setattr("kvlink.transfer.peers.time", clock)
+
+    class Slow(Script):
+        async def connect(self, *request: Any) -> Any:
+            at[0] += 3.0
+            return await super().connect(*request)
+
+    script = Slow()
+    assert connect(script).transport == "shm"
+    assert script.paths["shm"].given_s == 2.0  # of the five seconds of an attempt

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+from kvlink.errors import Cancelled, KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.reconnect import ReconnectBackoff
 from kvlink.transfer.shared_connect import Key, SharedConnects
@@ -163,3 +163,16 @@ def test_who_refuses_is_not_slow() -> None:
     attempts.failed("timed out", began=100.0, now=102.0, silent=True)
     attempts.failed("connection refused", began=102.1, now=102.2, silent=False)
     assert not attempts.may_be_slow(102.2, allowed_s=90.0)
+
+
+async def test_closing_ends_the_attempts_and_whoever_waits_for_one(agent: Agent) -> None:
+    waiting = agent.call(in_s=3600.0)
+    while not agent.given_s:
+        await asyncio.sleep(0)
+    agent.connects.close()
+    with pytest.raises(Cancelled, match="owner: this worker is closed"):
+        await waiting
+    with pytest.raises(Cancelled):
+        await agent.call(in_s=3600.0)
+    assert agent.given_s == [5.0]
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,9 +17,9 @@ import pytest
 from descriptors import descriptors, opened_since
 from waiting import eventually
 
-from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker
+from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker, _core
 from kvlink.durations import Durations
-from kvlink.errors import ConfigError, UnknownRequest
+from kvlink.errors import Cancelled, ConfigError, UnknownRequest
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.engine import CompletionQueue
 from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, AllPathStats, Path, PathCounts
@@ -259,3 +261,26 @@ def test_a_worker_drains_when_its_offers_have_ended(worker: Worker) -> None:
     assert [event.how for event in worker.events()] == [LeaseEnd.SETTLED], "draining takes no events"
     worker.offer_soft("soft", [2])
     assert worker.drain(0.0)
+
+
+def test_closing_does_not_wait_for_an_owner_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner's tcp port accepts, and says nothing. Nothing but close() ends this wait before the hour is over."""
+    monkeypatch.setattr("kvlink.transfer.shared_connect._MOST_ATTEMPT_S", 3600.0)
+    plain = _core.Engine.open
+    layout = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=8))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = struct.pack("<I", silent.getsockname()[1])
+
+        def open_silent(self: _core.Engine, transport: str, address: bytes, stats: _core.PathStats) -> object:
+            """At the owner's address, which ends with the port and eight bytes, and the port of the silent one."""
+            return plain(self, transport, address[:-12] + port + address[-8:], stats)
+
+        monkeypatch.setattr(_core.Engine, "open", open_silent)
+        with Worker(BlockPool.allocate(layout), "owner", transports="tcp") as owner:
+            reader = Worker(BlockPool.allocate(layout), "reader", transports="tcp")
+            pull = reader.pull(owner.offer("r", [1]), [2], timeout_s=3600)
+            with silent.accept()[0] as accepted:
+                accepted.recv(64, socket.MSG_WAITALL)  # the reader's hello; it waits for the answer
+                reader.close()
+            with pytest.raises(Cancelled):
+                pull.wait()

@@ -14,8 +14,8 @@ std::byte* local_address(uint64_t address) { return reinterpret_cast<std::byte*>
 
 }  // namespace
 
-Status CudaEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
-  if (Status status = client_.establish(reply, timeout_ns); !status.ok()) return status;
+Status CudaEndpoint::establish(std::string_view reply, const Patience& patience) {
+  if (Status status = client_.establish(reply, patience); !status.ok()) return status;
   Result<std::unique_ptr<cuda::MarkedStream>> stream = cuda::MarkedStream::open(gather_->device());
   if (!stream.ok()) return stream.status();
   stream_ = std::move(*stream);

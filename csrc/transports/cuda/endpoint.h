@@ -33,7 +33,7 @@ class CudaEndpoint final : public Endpoint {
   ~CudaEndpoint() override { close(); }
 
   std::string hello() const override { return client_.hello(); }
-  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Status establish(std::string_view reply, const Patience& patience) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
   const Traits& traits() const override { return traits_; }

@@ -89,8 +89,8 @@ class FaultEndpoint final : public WrappedEndpoint {
   FaultEndpoint(std::unique_ptr<Endpoint> inner, std::shared_ptr<Plan> plan)
       : WrappedEndpoint(std::move(inner)), plan_(std::move(plan)) {}
 
-  Status establish(std::string_view reply, int64_t timeout_ns) override {
-    Status status = inner_->establish(reply, timeout_ns);
+  Status establish(std::string_view reply, const Patience& patience) override {
+    Status status = inner_->establish(reply, patience);
     if (status.ok()) status = watch();
     traits_ = inner_->traits();
     traits_.supports_repeats = traits_.device_driven = false;

@@ -14,7 +14,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/clock.h"
 #include "base/host_identity.h"
 #include "base/sys.h"
 
@@ -25,7 +24,9 @@ Status owner_gone() { return Status::Unreachable("the owner has closed or ended"
 Status failed(const char* call) {
   return sys::failed(Code::kTransportUnavailable, "cannot connect to the owner's Unix socket", call, errno);
 }
-Status too_late() { return Status::Timeout("the owner did not answer in time; is it stopped?"); }
+Status too_late(const Patience& patience) {
+  return patience.why_over(Status::Timeout("the owner did not answer in time; is it stopped?"));
+}
 Status malformed() { return Status::AccessDenied("the owner's offer of memory is malformed"); }
 
 std::vector<UniqueFd> attached_fds(msghdr& message) {
@@ -58,33 +59,32 @@ Result<FdClient> FdClient::of(uint32_t magic, std::string_view owner_address) {
   return FdClient(magic, std::move(parsed->socket));
 }
 
-Status FdClient::establish(std::string_view reply, int64_t timeout_ns) {
-  const int64_t deadline_ns = now_ns() + timeout_ns;
+Status FdClient::establish(std::string_view reply, const Patience& patience) {
   BlobReader from(reply, magic_);
   const std::string_view secret = from.bytes(kFdSecretBytes);
   if (!from.done() || secret.size() != kFdSecretBytes) {
     return Status::AccessDenied("not a reply of this transport's owner");
   }
-  if (Status status = connect(deadline_ns); !status.ok()) return status;
+  if (Status status = connect(patience); !status.ok()) return status;
   const auto send = [&] { return ::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL); };
-  if (in_time(SO_SNDTIMEO, deadline_ns, send) < 0) {
-    return errno == EAGAIN ? too_late() : errno == EPIPE ? owner_gone() : failed("send");
+  if (in_time(SO_SNDTIMEO, patience, send) < 0) {
+    return errno == EAGAIN ? too_late(patience) : errno == EPIPE ? owner_gone() : failed("send");
   }
-  return receive_all(deadline_ns);
+  return receive_all(patience);
 }
 
 template <typename Call>
-ssize_t FdClient::in_time(int option, int64_t deadline_ns, Call call) {
+ssize_t FdClient::in_time(int option, const Patience& patience, Call call) {
   for (;;) {
-    const int64_t left_us = std::max<int64_t>((deadline_ns - now_ns()) / 1000, 1);  // 0 would mean for ever
-    const timeval patience{left_us / 1'000'000, left_us % 1'000'000};
-    if (!sys::set_option(socket_.get(), SOL_SOCKET, option, patience)) return -1;
+    const int64_t piece_us = std::max<int64_t>(patience.piece_ns() / 1000, 1);  // 0 would mean for ever
+    const timeval piece{piece_us / 1'000'000, piece_us % 1'000'000};
+    if (!sys::set_option(socket_.get(), SOL_SOCKET, option, piece)) return -1;
     const ssize_t result = call();
-    if (result >= 0 || errno != EINTR) return result;
+    if (result >= 0 || (errno != EINTR && (errno != EAGAIN || patience.over()))) return result;
   }
 }
 
-Status FdClient::connect(int64_t deadline_ns) {
+Status FdClient::connect(const Patience& patience) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (socket_name_.size() >= sizeof address.sun_path) return malformed();
@@ -96,8 +96,8 @@ Status FdClient::connect(int64_t deadline_ns) {
   const auto knock = [&] {  // waits while the owner's backlog is full
     return ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size);
   };
-  if (in_time(SO_SNDTIMEO, deadline_ns, knock) != 0) {
-    if (errno == EAGAIN) return too_late();
+  if (in_time(SO_SNDTIMEO, patience, knock) != 0) {
+    if (errno == EAGAIN) return too_late(patience);
     return errno == ECONNREFUSED ? owner_gone() : failed("connect");
   }
   return watch_owner();
@@ -125,17 +125,17 @@ Status FdClient::watch_owner() {
   return {};
 }
 
-Status FdClient::receive_all(int64_t deadline_ns) {
+Status FdClient::receive_all(const Patience& patience) {
   uint32_t total = 0;
   do {
-    const Result<uint32_t> told = receive(deadline_ns);
+    const Result<uint32_t> told = receive(patience);
     if (!told.ok()) return told.status();
     total = *told;
   } while (received_.size() < total);
   return {};
 }
 
-Result<uint32_t> FdClient::receive(int64_t deadline_ns) {
+Result<uint32_t> FdClient::receive(const Patience& patience) {
   std::array<char, kFdMaxMessageBytes> bytes;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kFdMaxOffers * sizeof(int))> control;
   iovec part{bytes.data(), bytes.size()};
@@ -145,8 +145,9 @@ Result<uint32_t> FdClient::receive(int64_t deadline_ns) {
   message.msg_control = control.data();
   message.msg_controllen = control.size();
   const ssize_t size =
-      in_time(SO_RCVTIMEO, deadline_ns, [&] { return ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
-  if (size < 0) return errno == EAGAIN ? too_late() : errno == ECONNRESET ? owner_gone() : failed("recvmsg");
+      in_time(SO_RCVTIMEO, patience, [&] { return ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
+  if (size < 0)
+    return errno == EAGAIN ? too_late(patience) : errno == ECONNRESET ? owner_gone() : failed("recvmsg");
   std::vector<UniqueFd> fds = attached_fds(message);
   if (size == 0)
     return Status::AccessDenied("the owner refused this reader: its invitation is unknown or used");

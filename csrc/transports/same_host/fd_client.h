@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/patience.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "transports/same_host/fd_protocol.h"
@@ -21,8 +22,8 @@ class FdClient {
   static Result<FdClient> of(uint32_t magic, std::string_view owner_address);
 
   std::string hello() const { return BlobWriter().u32(magic_).take(); }
-  /// Takes all descriptors that the owner exports. Blocks at most `timeout_ns`.
-  Status establish(std::string_view reply, int64_t timeout_ns);
+  /// Takes all descriptors that the owner exports. Waits no longer than `patience` lasts.
+  Status establish(std::string_view reply, const Patience& patience);
   /// Returns the descriptor of one offer, unchecked. Each can be taken once.
   Result<UniqueFd> take(const FdOffer& wanted);
   /// Returns kPeerUnreachable after the owner closed or ended, even if a child of it still has the socket.
@@ -39,14 +40,14 @@ class FdClient {
   };
 
   FdClient(uint32_t magic, std::string socket_name) : magic_(magic), socket_name_(std::move(socket_name)) {}
-  /// Repeats `call` on the socket while signals interrupt it. `option` is its timeout option.
+  /// Repeats `call` on the socket until it ends or `patience` does. `option` is its timeout option.
   template <typename Call>
-  ssize_t in_time(int option, int64_t deadline_ns, Call call);
-  Status connect(int64_t deadline_ns);
+  ssize_t in_time(int option, const Patience& patience, Call call);
+  Status connect(const Patience& patience);
   Status watch_owner();
-  Status receive_all(int64_t deadline_ns);
+  Status receive_all(const Patience& patience);
   /// Waits for one message. Returns the total number of regions.
-  Result<uint32_t> receive(int64_t deadline_ns);
+  Result<uint32_t> receive(const Patience& patience);
 
   uint32_t magic_;
   std::string socket_name_;

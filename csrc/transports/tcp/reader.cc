@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "base/blob.h"
-#include "base/clock.h"
 #include "base/invitations.h"
 #include "transports/tcp/response_queue.h"
 
@@ -43,7 +42,7 @@ class Reader final : public Endpoint {
   ~Reader() override { close(); }
 
   std::string hello() const override { return encode_hello(lane_); }
-  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Status establish(std::string_view reply, const Patience& patience) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
   const Traits& traits() const override { return traits_; }
   Status post_read(uint64_t token, const Chunk& chunk) override;
@@ -59,8 +58,8 @@ class Reader final : public Endpoint {
     uint64_t end;
   };
 
-  Status wait_for(short events, int64_t deadline_ns) const;
-  Status exchange_hello(const Invitation& invitation, int64_t deadline_ns);
+  Status wait_for(short events, const Patience& patience) const;
+  Status exchange_hello(const Invitation& invitation, const Patience& patience);
   Status check_ops(const Chunk& chunk, uint64_t& bytes) const;
   void append(const void* from, size_t bytes);
   void append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op);
@@ -84,29 +83,26 @@ class Reader final : public Endpoint {
   ResponseQueue expected_;
 };
 
-Status Reader::wait_for(short events, int64_t deadline_ns) const {
+Status Reader::wait_for(short events, const Patience& patience) const {
   for (;;) {
-    const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
     pollfd watched{socket_.get(), events, 0};
-    const int ready =
-        ::poll(&watched, 1, static_cast<int>(std::min<int64_t>((left_ns + 999'999) / 1'000'000, 1 << 30)));
+    const int ready = ::poll(&watched, 1, static_cast<int>((patience.piece_ns() + 999'999) / 1'000'000));
     if (ready > 0) return {};
     if (ready < 0 && errno != EINTR) return Status::Unreachable(errno_text("waiting for " + peer_));
-    if (now_ns() >= deadline_ns) return Status::Unreachable(peer_ + " did not answer in time");
+    if (patience.over()) return patience.why_over(Status::Unreachable(peer_ + " did not answer in time"));
   }
 }
 
-Status Reader::establish(std::string_view reply, int64_t timeout_ns) {
+Status Reader::establish(std::string_view reply, const Patience& patience) {
   const auto invitation = Invitation::parse(reply, sizeof(Secret));
   if (!invitation)
     return Status::Unreachable("protocol error: " + peer_ + " admitted us with a malformed reply");
-  const int64_t deadline_ns = now_ns() + timeout_ns;
   Result<UniqueFd> socket = start_connect(owner_);
   if (!socket.ok()) return socket.status();
   socket_ = std::move(*socket);
   ::setsockopt(socket_.get(), SOL_SOCKET, SO_SNDBUF, &kSendBytes, sizeof kSendBytes);
-  Status status = wait_for(POLLOUT, deadline_ns);
-  if (status.ok()) status = exchange_hello(*invitation, deadline_ns);
+  Status status = wait_for(POLLOUT, patience);
+  if (status.ok()) status = exchange_hello(*invitation, patience);
   if (!status.ok()) {
     socket_.reset();
     return status;
@@ -118,7 +114,7 @@ Status Reader::establish(std::string_view reply, int64_t timeout_ns) {
   return {};
 }
 
-Status Reader::exchange_hello(const Invitation& invitation, int64_t deadline_ns) {
+Status Reader::exchange_hello(const Invitation& invitation, const Patience& patience) {
   socklen_t bytes = sizeof errno;
   int failed = 0;
   ::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &failed, &bytes);
@@ -133,7 +129,7 @@ Status Reader::exchange_hello(const Invitation& invitation, int64_t deadline_ns)
   }
   HelloReply reply{};
   for (size_t got = 0; got < sizeof reply;) {
-    const Status ready = wait_for(POLLIN, deadline_ns);
+    const Status ready = wait_for(POLLIN, patience);
     if (!ready.ok()) return ready;
     const ssize_t more =
         ::recv(socket_.get(), reinterpret_cast<std::byte*>(&reply) + got, sizeof reply - got, 0);

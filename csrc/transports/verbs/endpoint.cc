@@ -61,7 +61,7 @@ class VerbsEndpoint final : public Endpoint {
   ~VerbsEndpoint() override { close(); }
 
   std::string hello() const override { return Hello{owner_nic_, qp_->address()}.format(); }
-  Status establish(std::string_view reply, int64_t timeout_ns) override;
+  Status establish(std::string_view reply, const Patience& patience) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
 
   const Traits& traits() const override { return traits_; }
@@ -86,7 +86,7 @@ class VerbsEndpoint final : public Endpoint {
 
   uint64_t under_way() const { return num_posted_ - num_completed_; }
   bool lost_nic() const { return qp_->nic()->gone() || qp_->nic()->losses() != losses_; }
-  Status connect(std::string_view reply, int64_t timeout_ns);
+  Status connect(std::string_view reply, const Patience& patience);
   uint32_t add(Post& post, uint32_t used, uint32_t room);
   void pump();
   Status check_alive(int64_t now, bool heard, bool waiting);
@@ -118,15 +118,15 @@ class VerbsEndpoint final : public Endpoint {
   Status broken_;
 };
 
-Status VerbsEndpoint::establish(std::string_view reply, int64_t timeout_ns) {
-  Status status = connect(reply, timeout_ns);
+Status VerbsEndpoint::establish(std::string_view reply, const Patience& patience) {
+  Status status = connect(reply, patience);
   connected_ = status.ok();
   return status;
 }
 
-Status VerbsEndpoint::connect(std::string_view reply, int64_t timeout_ns) {
+Status VerbsEndpoint::connect(std::string_view reply, const Patience& patience) {
   if (cm_) {
-    if (const auto to = CmReply::parse(reply)) return cm_->connect(*qp_, *to, timeouts_, timeout_ns);
+    if (const auto to = CmReply::parse(reply)) return cm_->connect(*qp_, *to, timeouts_, patience);
   } else {
     if (const auto parsed = Reply::parse(reply)) return qp_->connect(parsed->owner, timeouts_);
   }

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/clock.h"
 #include "base/sys.h"
 #include "transports/verbs/gid.h"
 #include "transports/verbs/queue_pair.h"
@@ -51,7 +50,7 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   int events_fd() const override { return channel_->fd; }
   void take_events(const Arrived& arrived) override;
   Status accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) override;
-  Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) override;
+  Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, const Patience& patience) override;
   void stop_listening() override { listener_.reset(); }
 
  private:
@@ -69,10 +68,11 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   Id make_id(rdma_event_channel* channel, Qp* qp) const;
   bool leads_here(const rdma_cm_id& id) const;
   CmCaller caller(const rdma_cm_event& event) const;
-  /// Waits until `end` for one of two events.
+  /// Waits for one of two events.
   Result<Heard> await(rdma_event_channel* channel, rdma_cm_event_type wanted, rdma_cm_event_type or_this,
-                      int64_t end) const;
-  Status resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to, int64_t end) const;
+                      const Patience& patience) const;
+  Status resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to,
+                 const Patience& patience) const;
   /// Returns the reads that this end answers and starts at a time, limited by those of the other end.
   rdma_conn_param terms(const Qp& qp, uint32_t reads_in, uint32_t reads_out) const;
   Status ready(rdma_cm_id* id, Qp& qp, const rdma_conn_param& terms, LivenessTimeouts timeouts) const;
@@ -208,15 +208,16 @@ Status RdmaCmPort::accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) {
 }
 
 Result<RdmaCmPort::Heard> RdmaCmPort::await(rdma_event_channel* channel, rdma_cm_event_type wanted,
-                                            rdma_cm_event_type or_this, int64_t end) const {
+                                            rdma_cm_event_type or_this, const Patience& patience) const {
   rdma_cm_event* event = nullptr;
   while (api_.get_cm_event(channel, &event) != 0) {
-    const int64_t left = end - now_ns();
     if (errno != EAGAIN && errno != EINTR) return failed("hearing from the connection manager", errno);
-    if (left <= 0)
-      return Status::Unreachable(nic_->name() + ": the connection manager got no answer in time");
+    if (patience.over()) {
+      return patience.why_over(
+          Status::Unreachable(nic_->name() + ": the connection manager got no answer in time"));
+    }
     pollfd readable{channel->fd, POLLIN, 0};
-    ::poll(&readable, 1, ms(left));
+    ::poll(&readable, 1, ms(patience.piece_ns()));
   }
   const rdma_conn_param& answer = event->param.conn;
   const Heard heard{event->event, answer.qp_num, answer.responder_resources, answer.initiator_depth};
@@ -232,37 +233,36 @@ Result<RdmaCmPort::Heard> RdmaCmPort::await(rdma_event_channel* channel, rdma_cm
 }
 
 Status RdmaCmPort::resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to,
-                           int64_t end) const {
+                           const Patience& patience) const {
   SocketAddress from(address_.ip, 0);
   SocketAddress there(to.ip, static_cast<uint16_t>(to.port));
-  if (api_.resolve_addr(id, from.get(), there.get(), ms(end - now_ns())) != 0) {
+  if (api_.resolve_addr(id, from.get(), there.get(), ms(patience.left_ns())) != 0) {
     return failed("resolving " + text(to), errno);
   }
-  const auto resolved = await(channel, RDMA_CM_EVENT_ADDR_RESOLVED, RDMA_CM_EVENT_ADDR_RESOLVED, end);
+  const auto resolved = await(channel, RDMA_CM_EVENT_ADDR_RESOLVED, RDMA_CM_EVENT_ADDR_RESOLVED, patience);
   if (!resolved.ok()) return resolved.status();
   if (!leads_here(*id)) {
     return Status::Unreachable("the way to " + text(to) + " does not lead through " + nic_->name());
   }
-  if (api_.resolve_route(id, ms(end - now_ns())) != 0) {
+  if (api_.resolve_route(id, ms(patience.left_ns())) != 0) {
     return failed("finding the route to " + text(to), errno);
   }
-  return await(channel, RDMA_CM_EVENT_ROUTE_RESOLVED, RDMA_CM_EVENT_ROUTE_RESOLVED, end).status();
+  return await(channel, RDMA_CM_EVENT_ROUTE_RESOLVED, RDMA_CM_EVENT_ROUTE_RESOLVED, patience).status();
 }
 
-Status RdmaCmPort::connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) {
-  const int64_t end = now_ns() + timeout_ns;
+Status RdmaCmPort::connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, const Patience& patience) {
   const Result<Channel> opened = open_channel(api_);  // nobody else hears what is awaited here
   if (!opened.ok()) return opened.status();
   rdma_event_channel* const channel = (*opened).get();
   Id id = make_id(channel, &qp);
   if (!id) return failed("getting an identifier of the connection manager", errno);
-  if (Status status = resolve(channel, id.get(), to, end); !status.ok()) return status;
+  if (Status status = resolve(channel, id.get(), to, patience); !status.ok()) return status;
 
   rdma_conn_param wish = terms(qp, UINT8_MAX, UINT8_MAX);
   wish.private_data = to.secret.data();
   wish.private_data_len = static_cast<uint8_t>(to.secret.size());
   if (api_.connect(id.get(), &wish) != 0) return failed("connecting to " + text(to), errno);
-  const auto heard = await(channel, RDMA_CM_EVENT_CONNECT_RESPONSE, RDMA_CM_EVENT_ESTABLISHED, end);
+  const auto heard = await(channel, RDMA_CM_EVENT_CONNECT_RESPONSE, RDMA_CM_EVENT_ESTABLISHED, patience);
   if (!heard.ok()) return heard.status();
   const Heard& answer = *heard;
   if (answer.what == RDMA_CM_EVENT_CONNECT_RESPONSE) {  // iWARP's driver has connected the queue pair itself

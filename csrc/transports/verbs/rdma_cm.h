@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 
+#include "base/patience.h"
 #include "transports/verbs/nic.h"
 
 struct rdma_cm_id;
@@ -41,8 +42,8 @@ class CmPort {
   virtual void take_events(const Arrived& arrived) = 0;
   /// The owner's half. The caller may read through `qp` once it has the answer.
   virtual Status accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) = 0;
-  /// The reader's half. Blocks at most `timeout_ns`.
-  virtual Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, int64_t timeout_ns) = 0;
+  /// The reader's half. Waits no longer than `patience` lasts.
+  virtual Status connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, const Patience& patience) = 0;
   /// Idempotent. Existing connections stay.
   virtual void stop_listening() = 0;
 };

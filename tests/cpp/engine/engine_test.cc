@@ -3,6 +3,7 @@
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +12,7 @@
 
 #include "base/clock.h"
 #include "transports/registry.h"
+#include "transports/tcp/socket.h"
 
 namespace kvlink {
 namespace {
@@ -235,6 +237,26 @@ TEST_P(EngineTest, ClosingTheReaderFailsItsPulls) {
   pair.reader.engine->close();
   ASSERT_TRUE(transfer->wait(10 * kSecond));
   EXPECT_EQ(transfer->status().code(), Code::kPeerUnreachable);
+}
+
+TEST(Engine, ClosingAConnectionEndsItsWaitForASilentOwner) {
+  const UniqueFd silent = std::move(*tcp::listen_on("127.0.0.1", 0));
+  Side owner(7, "tcp"), reader(8, "tcp");
+  const TransportAccess access = owner.engine->access().front();
+  const auto connection = *reader.engine->open("tcp", std::move(*tcp::local_address(silent.get())).encode());
+  const auto accepted = owner.engine->accept("tcp", connection->hellos());
+  Status status;
+  std::thread connecting([&] {
+    status = connection
+                 ->establish(accepted->connection_id, accepted->replies, access.pool_keys, access.lease_keys,
+                             7, 3600 * kSecond)
+                 .status();
+  });
+  pollfd waiting{silent.get(), POLLIN, 0};
+  ::poll(&waiting, 1, -1);  // it has connected, and waits for an answer
+  reader.engine->close();
+  connecting.join();
+  EXPECT_EQ(status.code(), Code::kCancelled) << status.what();
 }
 
 TEST_P(EngineTest, ATransferThatHangsTimesOutAndNoLateByteLands) {

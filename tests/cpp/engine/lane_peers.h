@@ -39,7 +39,7 @@ class FakeEndpoint final : public Endpoint {
       : owner_(owner), traits_(traits), landed_(landed), broken_(broken) {}
 
   std::string hello() const override { return {}; }
-  Status establish(std::string_view, int64_t) override { return {}; }
+  Status establish(std::string_view, const Patience&) override { return {}; }
   Result<uint32_t> import_region(std::string_view) override { return Status::Config("all are known"); }
   const Traits& traits() const override { return traits_; }
 

@@ -28,6 +28,24 @@ TEST_F(LeaseTableTest, GrantPublishesAFreshNonceAndWhatIsReady) {
   EXPECT_EQ(memory[seat.slot].ready, 3u);
 }
 
+TEST_F(LeaseTableTest, WhatIsRefusedDrawsNoRandomNumbers) {
+  size_t drawn = 0;
+  LeaseTable counting(std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7,
+                      [&drawn](std::span<uint64_t> nonces) {
+                        for (uint64_t& nonce : nonces) nonce = kSmallestNonce + ++drawn;
+                        return Status{};
+                      });
+  for (const uint32_t readers : {0u, 5u, 255u, 256u, UINT32_MAX}) {
+    const auto seats = counting.grant(1, readers, 0, kTtl, 0);
+    EXPECT_EQ(seats.status().code(), Code::kConfig) << readers;
+    const bool full = readers == 5 || readers == 255;
+    EXPECT_NE(seats.status().what().find(full ? "is full" : "1 to 255"), std::string::npos)
+        << seats.status().what();
+  }
+  EXPECT_EQ(drawn, 0u);
+  EXPECT_EQ(counting.grant(1, 4, 0, kTtl, 0)->size(), 4u);
+}
+
 TEST_F(LeaseTableTest, SettleEndsTheLeaseAndLeavesATombstone) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
   words[seat.slot].settled = seat.settle_nonce;

@@ -37,6 +37,21 @@ TEST_F(SoftLeaseTableTest, ASoftLeaseHasOneSharedSeatAndPinsNothing) {
   EXPECT_EQ(table.soft_counts().active, 1u);
 }
 
+TEST_F(SoftLeaseTableTest, AWithdrawnLeaseEndsAloneAndOnlyUnderItsOwnNonce) {
+  const LeaseSeat seat = soft({1, 2}), other = soft({1, 2});
+  EXPECT_FALSE(table.withdraw_soft(seat.slot, other.nonce));
+  EXPECT_FALSE(table.withdraw_soft(0, 0));
+  EXPECT_FALSE(table.withdraw_soft(1000, seat.nonce));
+  const LeaseSeat pinning = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  EXPECT_FALSE(table.withdraw_soft(pinning.slot, pinning.nonce));
+  EXPECT_TRUE(stands(seat));
+  EXPECT_TRUE(table.withdraw_soft(seat.slot, seat.nonce));
+  EXPECT_FALSE(table.withdraw_soft(seat.slot, seat.nonce));
+  EXPECT_FALSE(stands(seat));
+  EXPECT_TRUE(stands(other));
+  EXPECT_EQ(revoke({1}), 1u);
+}
+
 TEST_F(SoftLeaseTableTest, ARevokeEndsEveryLeaseThatCoversABlockAndNoOther) {
   const LeaseSeat first = soft({1, 2}), grown = soft({1, 2, 3}), other = soft({4});
   EXPECT_EQ(revoke({9, 1000, 0}), 0u);

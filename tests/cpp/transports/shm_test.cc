@@ -134,6 +134,21 @@ TEST(Shm, TimesOutOnAStoppedOwner) {
   EXPECT_EQ((*endpoint)->establish(reply, kSecondNs / 10).code(), Code::kTimeout);
 }
 
+TEST(Shm, StopsConnectingToAStoppedOwnerWhenTheCallerGivesUp) {
+  RemoteOwner owner("shm");
+  auto transport = make_transport("shm", {});
+  auto endpoint = open_one(**transport, owner.card().address);
+  const std::string reply = owner.accept(1, (*endpoint)->hello());
+  owner.stop();
+  Atomic<bool> given_up{false};
+  Status status;
+  std::thread connecting(
+      [&] { status = (*endpoint)->establish(reply, Patience(3600 * kSecondNs, given_up)); });
+  given_up = true;
+  connecting.join();
+  EXPECT_EQ(status.code(), Code::kCancelled) << status.what();
+}
+
 TEST(Shm, SignalsDoNotDisturbWhoConnects) {
   RemoteOwner owner("shm");
   auto transport = make_transport("shm", {});

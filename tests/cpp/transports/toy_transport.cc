@@ -45,7 +45,7 @@ class ToyEndpoint final : public QueuedEndpoint {
   explicit ToyEndpoint(Process owner) : owner_(std::move(owner)) {}
 
   std::string hello() const override { return greeting(); }
-  Status establish(std::string_view reply, int64_t) override {
+  Status establish(std::string_view reply, const Patience&) override {
     if (reply != greeting()) return Status::AccessDenied("not a reply of a toy owner");
     set_wake_fd(owner_.pidfd.get());
     return owner_.check();

@@ -7,6 +7,7 @@
 #include "cpp/transports/copy_peers.h"
 #include "cpp/transports/tcp/raw.h"
 #include "transports/factories.h"
+#include "transports/tcp/reader.h"
 
 namespace kvlink::testing {
 namespace {
@@ -199,6 +200,22 @@ TEST(Tcp, NoticesAnOwnerThatIsKilled) {
   EXPECT_EQ(status.code(), Code::kPeerUnreachable);
   EXPECT_NE(status.what().find("127.0.0.1:"), std::string::npos) << status.what();
   EXPECT_EQ(pair.reader.read_at(kPool, 0, kBlock).code(), Code::kPeerUnreachable);
+}
+
+TEST(Tcp, StopsConnectingToASilentOwnerWhenTheCallerGivesUp) {
+  const UniqueFd listener = std::move(*tcp::listen_on("127.0.0.1", 0));
+  const auto endpoint = tcp::make_reader(*tcp::local_address(listener.get()), 0);
+  Atomic<bool> given_up{false};
+  Status status;
+  std::thread connecting(
+      [&] { status = endpoint->establish(uninvited(), Patience(3600 * kSecondNs, given_up)); });
+  pollfd waiting{listener.get(), POLLIN, 0};
+  ::poll(&waiting, 1, -1);
+  RawSocket accepted(UniqueFd(::accept(listener.get(), nullptr, nullptr)));
+  accepted.hear(sizeof(tcp::Hello));  // the reader waits for the answer
+  given_up = true;
+  connecting.join();
+  EXPECT_EQ(status.code(), Code::kCancelled) << status.what();
 }
 
 TEST(Tcp, WaitsForAStoppedOwnerOnlyAsLongAsTheCallerWants) {
