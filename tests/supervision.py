@@ -51,7 +51,7 @@ _ALLOWED = {
     "integrations/vllm/announcements.py:take": "earlier_turns.py reads the future",
     "integrations/vllm/peer_prefixes.py:find": "the lookups of prefixes read the future",
     "kvlink/background.py": "passes the names of its callers to supervised.py, and futures to its callers",
-    "kvlink/control/security/reloading_channel.py:add_done_callback": "hands on the callback of a caller, which guards it",
+    "kvlink/control/security/reloading_channel.py:add_done_callback": "hands on a callback that its caller guards",
     "kvlink/coordinator/store/etcd/offers.py:_delete": "a group commit, whose failure the callback handles",
     "kvlink/coordinator/store/etcd/settle_orders.py:__anext__": "a group commit, whose failure changes nothing",
     "kvlink/monitoring/metrics/serving.py": "the threads of requests, which socketserver guards by handle_error",
