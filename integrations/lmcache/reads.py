@@ -98,7 +98,9 @@ class Reads:
         """Counts unexpected exceptions."""
         self._thread = start_thread("lmcache-ask", self._work, self._closed)
 
-    def __len__(self) -> int:
+    @property
+    def num_tasks(self) -> int:
+        """The number of reads whose result was not asked for yet."""
         return len(self._tasks)
 
     def greet(self, timeout_s: float) -> None:

@@ -8,55 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lmcache_servers import NUM_PAGES, PAGE, Server, asking
+from lmcache_servers import result as named_result
 from waiting import eventually
 
-from kvlink import Worker, WorkerConfig
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import KVLinkError, PeerUnreachable, TransferError
 from kvlink.integrations.lmcache import pages as pages_module
-from kvlink.integrations.lmcache.grants import Grants, Objects
 from kvlink.integrations.lmcache.messages import Answer
 from kvlink.integrations.lmcache.pages import Object, Pages, Wanted
-from kvlink.integrations.lmcache.places import Places
-from kvlink.integrations.lmcache.reads import Exchange, Peer, Reads
+from kvlink.integrations.lmcache.reads import Reads
 from kvlink.ticket import Ticket
 
-PAGE, NUM_PAGES = 512, 64
 THEIRS: list[Object] = [(0, 3 * PAGE), (10 * PAGE, PAGE), (20 * PAGE, 2 * PAGE - 100)]
 OURS: list[Object] = [(40 * PAGE, 3 * PAGE), (2 * PAGE, PAGE), (5 * PAGE, 2 * PAGE - 100)]
-
-
-class Server:
-    """The memory of one of LMCache's servers, and its worker."""
-
-    def __init__(
-        self,
-        name: str,
-        keys: TicketKeys | None = None,
-        page_bytes: int = PAGE,
-        objects: Objects | None = None,
-    ) -> None:
-        self.memory = np.random.default_rng(len(name)).integers(0, 256, PAGE * NUM_PAGES, np.uint8)
-        self.pages = Pages(page_bytes, self.memory.nbytes)
-        self.keys = keys
-        config = WorkerConfig(transports="cma,tcp")
-        self.worker = Worker(self.pages.pool(self.memory.ctypes.data), name, config=config)
-        self.places = Places(self.pages)
-        self.grants = Grants(self.worker, self.pages, self.places, keys, objects)
-        self.reads: list[Reads] = []
-
-    def reads_from(self, exchange: Exchange) -> Reads:
-        peer = Peer("127.0.0.1:1", "127.0.0.1:2", exchange)
-        self.reads.append(Reads(self.worker, self.pages, self.places, peer, self.keys, timeout_s=60))
-        return self.reads[-1]
-
-    def bytes_of(self, each: Object) -> bytes:
-        return self.memory[each[0] : sum(each)].tobytes()
-
-    def close(self) -> None:
-        for reads in self.reads:
-            reads.close()
-        self.worker.close()
 
 
 def ticket_of(answer: bytes) -> Ticket:
@@ -65,15 +30,8 @@ def ticket_of(answer: bytes) -> Ticket:
     return ticket
 
 
-def asking(owner: Server) -> Exchange:
-    return lambda message, timeout_s: owner.grants.answer(message)
-
-
 def result(reads: Reads, theirs: list[Object], ours: list[Object]) -> list[bool]:
-    task = reads.begin([Wanted(*each) for each in theirs], ours)
-    arrived = eventually(lambda: reads.query(task))
-    assert reads.query(task) == []
-    return arrived
+    return named_result(reads, [Wanted(*each) for each in theirs], ours)
 
 
 @pytest.fixture
