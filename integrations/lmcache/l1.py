@@ -86,9 +86,8 @@ class L1Memory:
         return "" if state.read_lock.is_locked() else "the time of its read lock is over"
 
     def close(self) -> None:
-        """Leaves LMCache's memory as it was. Idempotent."""
-        if vars(self._spaces).get("free") == self._freed:
-            del self._spaces.free
+        """Leaves LMCache's memory as it was."""
+        del self._spaces.free
 
     def _freed(self, address: int, size: int) -> None:
         """Stands for AddressManager.free. Memory in which a read may not have ended is not given to another object."""
