@@ -81,16 +81,14 @@ def asking(owner: Server) -> Exchange:
     return lambda message, timeout_s: owner.grants.answer(message)
 
 
-def result(reads: Reads, theirs: list[Wanted], ours: list[Object]) -> list[bool]:
+def result(
+    reads: Reads, theirs: list[Wanted], ours: list[Object], late: Callable[[], object] = lambda: None
+) -> list[bool]:
+    """Reads, and returns the result. `late` is called after the read has ended and before its result is asked for."""
     task = reads.begin(theirs, ours)
-    found: list[list[bool]] = []
-
-    def ended() -> bool:
-        arrived = reads.query(task)
-        if arrived is not None:
-            found.append(arrived)
-        return bool(found)
-
-    eventually(ended)
+    eventually(lambda: all(part.has_ended() for part in reads._tasks[task].parts))
+    late()
+    found = reads.query(task)
     assert reads.query(task) == []
-    return found[0]
+    assert found is not None
+    return found

@@ -29,10 +29,13 @@ SLOTS = [
 ]
 """Where objects lie, at the owner as at the reader."""
 
+ASKED = -1
+"""In place of a slot: the first one that the read concerns."""
+
 slots = st.integers(0, len(SLOTS) - 1)
 events = st.tuples(
     st.sampled_from(["free", "replace", "lapse", "clear", "store", "free ours", "message", "nothing"]),
-    slots,
+    st.one_of(slots, st.just(ASKED), st.just(ASKED)),
 )
 answers = st.sampled_from(
     [
@@ -50,7 +53,12 @@ answers = st.sampled_from(
     ]
 )
 wanted = st.tuples(slots, st.sampled_from(["now", "before", "unnamed", "moved", "other size"]), slots)
-reads = st.tuples(st.just("read"), st.lists(wanted, min_size=1, max_size=4), answers, events, events, events)
+reads = st.tuples(
+    st.just("read"),
+    st.lists(wanted, min_size=1, max_size=4),
+    answers,
+    st.lists(events, min_size=4, max_size=4),
+)
 steps = st.lists(
     st.one_of(
         reads, reads, st.tuples(st.just("event"), events), st.tuples(st.sampled_from(["reopen", "restart"]))
@@ -104,8 +112,11 @@ class World:
             self.owner.places.freed(*SLOTS[slot])
             self.owner.memory[SLOTS[slot][0] : sum(SLOTS[slot])] = 0
 
-    def happen(self, event: tuple[str, int], taken: set[int]) -> None:
+    def happen(self, event: tuple[str, int], taken: set[int], first: tuple[int, int] = (0, 0)) -> None:
+        """`taken` are the reader's slots that it has freed, `first` the slots that ASKED means at both."""
         kind, slot = event
+        if slot == ASKED:
+            slot = first[kind == "free ours"]
         if kind in ("free", "replace"):
             self.free(slot)
         if kind == "clear":
@@ -149,10 +160,11 @@ def changed(answer: bytes, how: str, earlier: list[bytes]) -> bytes:
 
 
 def read(world: World, step: tuple[Any, ...], earlier: list[bytes]) -> None:
-    _, asked, how, before, between, after = step
+    _, asked, how, (before, between, after, late) = step
     taken: set[int] = set()
     theirs, ours, expected = [], [], []
-    for (slot, which, room), _ in zip(asked, range(len(SLOTS)), strict=False):
+    first = asked[0][0], asked[0][2]
+    for slot, which, room in asked:
         if room in (each for each, _ in ours):
             continue
         named = (world.was if which == "before" else world.now).get(slot, (name(0), -1))
@@ -172,12 +184,12 @@ def read(world: World, step: tuple[Any, ...], earlier: list[bytes]) -> None:
             raise ZeroDivisionError("nobody expects it")
         if how == "unreachable":
             raise PeerUnreachable("nobody answers")
-        world.happen(before, taken)
+        world.happen(before, taken, first)
         happens = [between]
-        world.table.between = lambda: happens and world.happen(happens.pop(), taken)
+        world.table.between = lambda: happens and world.happen(happens.pop(), taken, first)
         answer = world.owner.grants.answer(blob)
         world.table.between = lambda: None
-        world.happen(after, taken)
+        world.happen(after, taken, first)
         found = changed(answer, how, earlier)
         earlier.append(answer)
         return found
@@ -189,7 +201,7 @@ def read(world: World, step: tuple[Any, ...], earlier: list[bytes]) -> None:
         world.open = world.reader.reads_from(exchange)
     peer = world.open._peer
     world.open._peer = type(peer)(peer.reader, peer.owner, exchange)
-    arrived = result(world.open, theirs, [each for _, each in ours])
+    arrived = result(world.open, theirs, [each for _, each in ours], lambda: world.happen(late, taken, first))
     assert len(arrived) == len(ours)
     for (room, place), value, each, has_arrived in zip(ours, expected, theirs, arrived, strict=True):
         assert type(has_arrived) is bool
