@@ -34,25 +34,13 @@ ASKED = -1
 
 slots = st.integers(0, len(SLOTS) - 1)
 events = st.tuples(
-    st.sampled_from(["free", "replace", "lapse", "clear", "store", "free ours", "message", "nothing"]),
+    st.sampled_from(["nothing"] * 8 + ["free", "replace", "lapse", "clear", "store", "free ours", "message"]),
     st.one_of(slots, st.just(ASKED), st.just(ASKED)),
 )
 answers = st.sampled_from(
-    [
-        "right",
-        "right",
-        "right",
-        "garbage",
-        "empty",
-        "cut",
-        "flipped",
-        "stale",
-        "raises",
-        "unreachable",
-        "refused",
-    ]
+    ["right"] * 16 + ["garbage", "empty", "cut", "flipped", "stale", "raises", "unreachable", "refused"]
 )
-wanted = st.tuples(slots, st.sampled_from(["now", "before", "unnamed", "moved", "other size"]), slots)
+wanted = st.tuples(slots, st.sampled_from(["now"] * 6 + ["before", "unnamed", "moved", "other size"]), slots)
 reads = st.tuples(
     st.just("read"),
     st.lists(wanted, min_size=1, max_size=4),
@@ -63,7 +51,7 @@ steps = st.lists(
     st.one_of(
         reads, reads, st.tuples(st.just("event"), events), st.tuples(st.sampled_from(["reopen", "restart"]))
     ),
-    min_size=1,
+    min_size=2,
     max_size=5,
 )
 frames = st.lists(
