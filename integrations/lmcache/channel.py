@@ -41,7 +41,7 @@ _log = logging.getLogger("kvlink.lmcache")
 
 _GREETING_S = 10.0
 _NOWHERE = TransferChannelAddress(-1, 0)
-"""What LMCache itself uses for an object that is not there."""
+"""The address of an object that is not there, as LMCache has it."""
 
 
 class KVLinkTransferChannelServer(TransferChannelServer):  # type: ignore[misc]

@@ -28,7 +28,7 @@ _log = logging.getLogger("kvlink.lmcache")
 
 
 class Objects(Protocol):
-    """What LMCache holds in this memory."""
+    """The objects that LMCache holds in this memory."""
 
     def problem(self, wanted: Wanted) -> str:
         """Returns why a reader may not read this object now, or ""."""
