@@ -66,7 +66,7 @@ class Places:
         return len(self._holds)
 
     def hold(self, pages: PageIds) -> Hold:
-        """Returns a hold on pages, which the caller releases."""
+        """Returns a hold on pages, which the caller releases. One that `freed` has ended is released already."""
         hold = Hold(np.unique(pages))
         with self._lock:
             self._holds.add(hold)
@@ -94,3 +94,4 @@ class Places:
             hit = [hold for hold in self._holds if ((hold.pages >= begin) & (hold.pages < end)).any()]
         for hold in hit:
             hold.finish()
+            self.release(hold)
