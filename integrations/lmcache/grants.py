@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,8 +30,8 @@ _log = logging.getLogger("kvlink.lmcache")
 class Objects(Protocol):
     """The objects that LMCache holds in this memory."""
 
-    def problem(self, wanted: Wanted) -> str:
-        """Returns why a reader may not read this object now, or ""."""
+    def lookup(self) -> Callable[[Wanted], str]:
+        """Returns a function for one ask, which returns why a reader may not read an object now, or ""."""
 
 
 class Grants:
@@ -71,16 +71,14 @@ class Grants:
 
     def refuse(self, error: KVLinkError) -> bytes:
         """Counts and logs a refused ask, and returns the answer."""
-        kind = f"refused {type(error).__name__}"
-        self.guard.counts[kind] += 1
-        is_first = self.guard.counts[kind] == 1
-        _log.log(
-            logging.WARNING if is_first else logging.DEBUG,
-            "refused a reader, number %d of its kind: %s",
-            self.guard.counts[kind],
-            error,
-        )
+        self._note(f"refused {type(error).__name__}", f"refused a reader: {error}")
         return refusal(error)
+
+    def _note(self, kind: str, text: str) -> None:
+        """Counts what a reader caused. Only the first of each kind is a warning, as readers may cause any number."""
+        self.guard.counts[kind] += 1
+        level = logging.WARNING if self.guard.counts[kind] == 1 else logging.DEBUG
+        _log.log(level, "%s (number %d of its kind)", text, self.guard.counts[kind])
 
     def collect(self) -> None:
         """Forgets leases that have ended. To be called now and then."""
@@ -88,8 +86,9 @@ class Grants:
             if (hold := self._held.pop(event.request_id, None)) is not None:
                 self._places.release(hold)
             if event.how is not LeaseEnd.SETTLED:
-                _log.warning(
-                    "read %s: the lease %s after %.1f s", event.request_id, event.how.value, event.held_s
+                how = event.how.value
+                self._note(
+                    f"lease {how}", f"read {event.request_id}: the lease {how} after {event.held_s:.1f} s"
                 )
 
     def _answer(self, ask: Ask) -> bytes:
@@ -109,7 +108,8 @@ class Grants:
             raise ConfigError(f"one ask has more than {MAX_BLOCKS} pages")
         looking = self._places.hold(self._ids(within.values()))
         try:
-            granted = {index: wanted for index, wanted in within.items() if not self._problem(wanted)}
+            find = self._objects.lookup() if self._objects is not None else lambda _: ""
+            granted = {index: wanted for index, wanted in within.items() if not self._problem(wanted, find)}
             ticket = self._ticket(ask.reader, self._ids(granted.values()), looking) if granted else None
         finally:
             self._places.release(looking)
@@ -118,14 +118,12 @@ class Grants:
     def _ids(self, objects: Iterable[Wanted]) -> PageIds:
         return self._pages.ids(wanted[:2] for wanted in objects)
 
-    def _problem(self, wanted: Wanted) -> str:
+    def _problem(self, wanted: Wanted, find: Callable[[Wanted], str]) -> str:
         """Returns why an object is not leased. An exception concerns this object alone."""
-        if self._objects is None:
-            return ""
         if wanted.name is None and self._places.was_freed(self._ids([wanted])):
             return "the place has held several objects, and the ask names none"
         try:
-            return self._objects.problem(wanted)
+            return find(wanted)
         except Exception as error:
             self.guard.caught("lookup of an object", "", error)
             return "the lookup failed"

@@ -71,11 +71,22 @@ class L1Memory:
             self.close()
             raise
 
-    def problem(self, wanted: Wanted) -> str:
-        """Returns why a reader may not read this object now, or "": see `Objects`."""
-        if wanted.name is None:
-            return "" if self._is_resident(wanted) else "no object of this size is at this place"
-        digest, *owner = wanted.name
+    def lookup(self) -> Callable[[Wanted], str]:
+        """See `Objects`."""
+        at: dict[int, Any] = {}
+
+        def problem(wanted: Wanted) -> str:
+            if wanted.name is not None:
+                return self._problem(wanted, wanted.name)
+            if not at:
+                at.update(self._by_offset())
+            found = at.get(wanted.offset)
+            return "" if found and _is_at(found, wanted) else "no object of this size is at this place"
+
+        return problem
+
+    def _problem(self, wanted: Wanted, name: Name) -> str:
+        digest, *owner = name
         try:
             key = ObjectKey(bytes.fromhex(digest), *owner)
         except ValueError as error:
@@ -99,9 +110,10 @@ class L1Memory:
             return
         self._free(address, size)
 
-    def _is_resident(self, wanted: Wanted) -> bool:
+    def _by_offset(self) -> dict[int, Any]:
         with self._manager._lock:
-            return any(_is_at(state.memory_obj, wanted) for state in self._manager._objects.values())
+            states = list(self._manager._objects.values())
+        return {state.memory_obj.shm_offset: state.memory_obj for state in states}
 
     def _check_hears(self) -> None:
         """Allocates and frees a trial object. Raises ConfigError if that is not heard of."""

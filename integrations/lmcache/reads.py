@@ -114,9 +114,9 @@ class Reads:
 
         An object that cannot be read at all is reported by `query`, too.
         """
-        task = _Task(len(ours), time.monotonic() + self.timeout_s, [])
-        for batch in batches(self._pages, theirs, ours, self._fitting(theirs, ours)):
-            task.parts.append(_Part(batch, self._places.hold(self._pages.ids(batch.ours))))
+        found = list(batches(self._pages, theirs, ours, self._fitting(theirs, ours)))
+        parts = [_Part(batch, self._places.hold(self._pages.ids(batch.ours))) for batch in found]
+        task = _Task(len(ours), time.monotonic() + self.timeout_s, parts)
         self._forget_old()
         with self._lock:
             number = next(self._numbers)
@@ -222,10 +222,16 @@ class Reads:
     def _end(self, task: _Task) -> None:
         """Ends what still runs of a task. On return no more bytes of it arrive."""
         for part in task.parts:
-            try:
-                part.hold.finish()
-            finally:
-                self._places.release(part.hold)
+            self._end_part(part)
+
+    def _end_part(self, part: _Part) -> None:
+        """If ending fails, the hold stays, so that LMCache cannot give the memory to another object."""
+        try:
+            part.hold.finish()
+        except Exception as error:
+            self.guard.caught("end of a read", self._peer.owner, error)
+        else:
+            self._places.release(part.hold)
 
     def _forget_old(self) -> None:
         too_old = time.monotonic() - _FORGOTTEN_S

@@ -33,6 +33,9 @@ class Table:
         self.unlocked: set[Name] = set()
         self.between: Callable[[], object] = lambda: None
 
+    def lookup(self) -> Callable[[Wanted], str]:
+        return self.problem
+
     def problem(self, wanted: Wanted) -> str:
         at = wanted[:2]
         if wanted.name is None:

@@ -13,6 +13,7 @@ from lmcache_servers import NUM_PAGES, PAGE, Server, Table, asking, name, result
 from waiting import eventually
 
 from kvlink.errors import ConfigError, KVLinkError, TransferError
+from kvlink.integrations.lmcache import pages as pages_module
 from kvlink.integrations.lmcache.frames import reply_to
 from kvlink.integrations.lmcache.messages import MOST_ASK_BYTES, Answer, Ask
 from kvlink.integrations.lmcache.pages import MOST_OBJECTS, Object, Pages, Wanted
@@ -325,6 +326,26 @@ def test_frames_of_any_number_are_answered_or_dropped(
     if answer is not None:
         assert answer[:2] == [b"id", b""]
         assert answer[2].startswith(b"!")
+
+
+def test_a_read_that_cannot_be_ended_keeps_its_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result is there all the same, and the other parts of it are ended."""
+    monkeypatch.setattr(pages_module, "MOST_OBJECTS", 1)
+    pair.store(B, 0xBB, (0, PAGE))
+    task = pair.reads.begin([Wanted(*HERE, A), Wanted(0, PAGE, B)], [(0, 2 * PAGE), (4 * PAGE, PAGE)])
+    first = pair.reads._tasks[task].parts[0]
+    eventually(lambda: first.has_ended())
+
+    def fails() -> None:
+        raise RuntimeError("nobody expects it")
+
+    first.hold._end = fails
+    eventually(lambda: pair.reads.query(task) == [True, True])
+    assert pair.reads.guard.counts == {"end of a read": 1}
+    assert len(pair.reader.places) == 1
+    with pytest.raises(RuntimeError):
+        pair.reader.places.freed(0, PAGE)
+    first.hold._end = None
 
 
 def test_refusals_are_counted_and_logged_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
