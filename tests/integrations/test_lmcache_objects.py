@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +309,68 @@ def test_an_adapter_with_other_parts_is_refused(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(P2PL2Adapter, "submit_load_task", changed)
         with pytest.raises(ConfigError, match=r"install LMCache 0\.5\.6"):
             register()
+
+
+def keep_replacing(owner: Memory, where: dict[int, ObjectAddress], stopping: threading.Event) -> None:
+    """Frees objects by force, as their readers read them, and stores others at their places."""
+    chance = random.Random(1)
+    while not stopping.is_set():
+        if len(where) > 10:
+            gone = chance.choice(list(where))
+            del where[gone]
+            owner.manager.delete([key(gone)], force=True)
+        number = chance.choice([each for each in range(20, 60) if each not in where])
+        where[number] = owner.store(number, number)
+        stopping.wait(0.001)
+
+
+def keep_reading(pair: Pair, where: dict[int, ObjectAddress], seed: int, counts: Counter[str]) -> None:
+    """Reads, or gives up on reads and frees their memory. Counts objects with any bytes but their own."""
+    chance, reader = random.Random(seed), pair.reader
+    for number in range(300):
+        if not (theirs := [each for each in list(where.values()) if chance.random() < 0.4][:3]):
+            continue
+        keys = [key(100 + seed * 10 + index) for index in range(len(theirs))]
+        layout = MemoryLayoutDesc([torch.Size([SIZE])], [torch.uint8])
+        rooms = [
+            room for _, room in reader.manager.reserve_write(keys, [False] * len(keys), layout, "t").values()
+        ]
+        ours = reader.context.get_transfer_channel_address([(room.shm_offset, SIZE) for room in rooms])
+        task = pair.client.submit_read(ours, theirs)
+        if number % 4:
+            for has_arrived, room, wanted in zip(finished(pair.client, task), rooms, theirs, strict=True):
+                is_right = set(room.raw_data[::1024].tolist()) == {wanted.key.chunk_hash[0]}
+                counts["failed" if not has_arrived else "right" if is_right else "wrong"] += 1
+        reader.manager.finish_write_and_delete(keys, "t")
+
+
+@pytest.mark.verify
+def test_objects_that_are_freed_and_read_at_once(pair: Pair) -> None:
+    where: dict[int, ObjectAddress] = {}
+    stopping, counts = threading.Event(), Counter[str]()
+    peer, exchange = pair.client._reads._peer, pair.client._asking
+
+    def slow(message: bytes, timeout_s: float) -> bytes:
+        answer = exchange(message, timeout_s)
+        stopping.wait(0.003)  # leases are a while older when their objects are read
+        return answer
+
+    pair.client._reads._peer = type(peer)(peer.reader, peer.owner, slow)
+    replacing = threading.Thread(target=keep_replacing, args=(pair.owner, where, stopping))
+    reading = [threading.Thread(target=keep_reading, args=(pair, where, seed, counts)) for seed in (1, 2)]
+    replacing.start()
+    eventually(lambda: len(where) > 5)
+    for thread in reading:
+        thread.start()
+    for thread in reading:
+        thread.join()
+    stopping.set()
+    replacing.join()
+    assert counts["right"]
+    assert not counts["wrong"]
+    pair.owner.manager.clear(force=True)
+    assert not len(pair.owner.context._places)
+    assert not len(pair.reader.context._places)
 
 
 OWNER = """
