@@ -54,11 +54,13 @@ class KeyValueFormatter(logging.Formatter):
     """Formats each message as one line: time level logger: event key=value …"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line. Values with blanks are quoted as in JSON."""
+        """Returns the line. Values with blanks are quoted as in JSON. Pairs within the event are not repeated."""
         found = _fields(record)
         event = _printable(found.pop("event"))  # it may contain ids, which are untrusted text
         head = f"{found.pop('time')} {found.pop('level'):7} {found.pop('logger')}: {event}"
-        return " ".join([head, *(f"{key}={_quoted(str(value))}" for key, value in found.items())])
+        said = [f"{key}={value}" in event for key, value in found.items()]
+        pairs = (f"{key}={_quoted(str(value))}" for key, value in found.items())
+        return " ".join([head, *(pair for pair, is_said in zip(pairs, said, strict=True) if not is_said)])
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements LMCache's classes for a transfer channel, with the ZMQ sockets on which readers ask for leases."""
+"""Implements LMCache's classes for a transfer channel.
+
+Nothing that LMCache calls for a read raises: an exception would end LMCache's whole request, so a failure is reported
+for its object.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,90 +22,44 @@ from lmcache.v1.distributed.transfer_channel.abstract import (
     TransferChannelServer,
 )
 from lmcache.v1.distributed.transfer_channel.api import TransferChannelAddress, TransferChannelReadResult
+from lmcache.v1.multiprocess.config import P2PConfig
 
 from kvlink import Worker, WorkerConfig
-from kvlink.addresses import joined, split_address
+from kvlink.addresses import split_address
 from kvlink.config import sources
 from kvlink.control.security.tickets import ticket_keys
-from kvlink.errors import PeerUnreachable
 
 from .grants import Grants
-from .pages import Object, Pages
+from .l1 import L1Memory, manager_of, name_of_key
+from .pages import Object, Pages, Wanted
+from .places import Places
 from .reads import Peer, Reads
+from .sockets import Answering, Asking, plain
+from .times import MARGIN_S, read_timeout_s
 
 _log = logging.getLogger("kvlink.lmcache")
 
 _GREETING_S = 10.0
-_LOOK_MS = 100
-_TIMEOUT_S = 20.0
-"""Less than LMCache's --p2p-load-timeout, 30 s, after which it gives the memory of a read to others."""
-
-
-class _Asking:
-    """Sends asks to one owner, one after the other, on one thread."""
-
-    def __init__(self, context: zmq.Context[Any], url: str) -> None:
-        self._context = context
-        self._url = url
-        self._socket: zmq.Socket[Any] | None = None
-
-    def __call__(self, message: bytes, timeout_s: float) -> bytes:
-        if self._socket is None:
-            self._socket = self._context.socket(zmq.REQ)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.connect(_endpoint(self._url))
-        try:
-            self._socket.send(message)
-            if self._socket.poll(int(timeout_s * 1000)):
-                return bytes(self._socket.recv())
-        except zmq.ZMQError as error:
-            self.close()
-            raise PeerUnreachable(f"LMCache's server at {self._url} cannot be asked: {error}") from None
-        self.close()  # its late answer is nobody's
-        raise PeerUnreachable(
-            f"LMCache's server at {self._url} did not answer within {timeout_s:.1f} s; check its "
-            "--p2p-advertise-url, and that it runs with --p2p-transfer-engine kvlink"
-        )
-
-    def close(self) -> None:
-        """Closes the socket. The next ask opens another one."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+_NOWHERE = TransferChannelAddress(-1, 0)
+"""The address of an object that is not there, as LMCache has it."""
 
 
 class KVLinkTransferChannelServer(TransferChannelServer):  # type: ignore[misc]
     """Answers the asks of readers on a thread of its own."""
 
     def __init__(self, listen_url: str, grants: Grants, context: zmq.Context[Any]) -> None:
-        self._grants = grants
-        self._closing = threading.Event()
-        self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        try:
-            self._socket.bind(_endpoint(listen_url))
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise PeerUnreachable(f"cannot listen at {listen_url} (--p2p-listen-url): {error}") from None
-        self._thread = threading.Thread(target=self._serve, name="kvlink-lmcache-answer", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with self._socket:
-            while not self._closing.is_set():
-                if self._socket.poll(_LOOK_MS):
-                    self._socket.send(self._grants.answer(self._socket.recv()))
+        self._answering = Answering(context, listen_url, grants, grants.collect)
 
     def close(self) -> None:
         """Stops answering. Idempotent."""
-        self._closing.set()
-        self._thread.join()
+        self._answering.close()
 
 
 class KVLinkTransferChannelClient(TransferChannelClient):  # type: ignore[misc]
     """Reads from the memory of one peer."""
 
-    def __init__(self, url: str, reads: Reads, asking: _Asking) -> None:
+    def __init__(self, url: str, reads: Reads, asking: Asking) -> None:
+        self._url = url
         self._reads = reads
         self._asking = asking
         try:
@@ -109,38 +68,72 @@ class KVLinkTransferChannelClient(TransferChannelClient):  # type: ignore[misc]
             self.close()
             raise
 
+    def expect_load_timeout(self, load_timeout_s: float) -> None:
+        """Shortens the reads of this client, so that each ends before LMCache gives up on it after this time."""
+        longest_s = max(load_timeout_s - MARGIN_S, load_timeout_s / 2)
+        if longest_s < self._reads.timeout_s:
+            _log.warning(
+                "reads of %s end after %g s and not %g, because LMCache gives up on them after %g",
+                self._url,
+                longest_s,
+                self._reads.timeout_s,
+                load_timeout_s,
+            )
+            self._reads.timeout_s = longest_s
+
     def submit_read(
         self, local_addresses: list[TransferChannelAddress], remote_addresses: list[TransferChannelAddress]
     ) -> int:
-        """Starts a read of whole objects. Never waits for the peer. Raises ConfigError."""
-        return self._reads.submit(_objects(remote_addresses), _objects(local_addresses))
+        """Starts a read of whole objects. Never waits for the peer, and raises nothing."""
+        try:
+            return self._reads.begin(_wanted(remote_addresses), _objects(local_addresses))
+        except Exception as error:
+            self._reads.guard.caught("start of a read", self._url, error)
+            return self._reads.begin([], [(0, 0)] * len(local_addresses))
 
     def query_read_status(self, task_id: int) -> TransferChannelReadResult:
         """Returns which objects have arrived and were valid until then. A refused or failed read is logged."""
-        arrived = self._reads.query(task_id)
+        try:
+            arrived = self._reads.query(task_id)
+        except Exception as error:
+            self._reads.guard.caught("result of a read", self._url, error)
+            arrived = []
         return TransferChannelReadResult(finished=arrived is not None, succeeded_mask=arrived or [])
 
     def close(self) -> None:
         """Ends all reads. On return no more bytes arrive. Idempotent."""
-        self._reads.close(self._asking.close)
+        self._asking.stop()
+        self._reads.close()
+        self._asking.close()
 
 
 class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc]
-    """One server's memory, its kvlink worker, its readers and the peers that it reads from. Thread-safe."""
+    """One server's memory, its kvlink worker, its readers and the peers that it reads from. Thread-safe.
 
-    def __init__(self, l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str) -> None:
+    p2p: LMCache's settings of this process, if they are known. Without them, its defaults are taken for granted, and
+    memory without an L1Manager is allowed.
+    """
+
+    def __init__(
+        self, l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, p2p: P2PConfig | None = None
+    ) -> None:
         self._pages = Pages(l1_memory_desc.align_bytes, l1_memory_desc.size)
+        self._places = Places(self._pages)
         self._advertised = advertise_url
         self._lock = threading.Lock()
         self._clients: dict[str, KVLinkTransferChannelClient] = {}
-        config = _config(listen_url, advertise_url)
+        config = _config(listen_url, advertise_url, p2p or P2PConfig())
         self._timeout_s = config.timeout_s
         self._keys = ticket_keys(config.ticket_keys)
         with ExitStack() as opened:
             self._zmq: zmq.Context[Any] = opened.enter_context(zmq.Context())
             pool = self._pages.pool(l1_memory_desc.ptr)
+            manager = manager_of(l1_memory_desc, is_required=p2p is not None)
+            l1 = None if manager is None else L1Memory(manager, self._places)
+            if l1 is not None:
+                opened.callback(l1.close)
             self._worker = opened.enter_context(Worker(pool, f"lmcache@{advertise_url}", config=config))
-            grants = Grants(self._worker, self._pages, self._keys)
+            grants = Grants(self._worker, self._pages, self._places, self._keys, l1)
             self._server = KVLinkTransferChannelServer(listen_url, grants, self._zmq)
             opened.callback(self._server.close)
             opened.callback(self._close_clients)
@@ -159,9 +152,9 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         with self._lock:
             if (client := self._clients.get(peer_advertise_url)) is not None:
                 return client
-        asking = _Asking(self._zmq, peer_advertise_url)
+        asking = Asking(self._zmq, peer_advertise_url)
         peer = Peer(self._advertised, peer_advertise_url, asking)
-        reads = Reads(self._worker, self._pages, peer, self._keys, self._timeout_s)
+        reads = Reads(self._worker, self._pages, self._places, peer, self._keys, self._timeout_s)
         made = KVLinkTransferChannelClient(peer_advertise_url, reads, asking)
         with self._lock:
             client = self._clients.setdefault(peer_advertise_url, made)
@@ -179,8 +172,11 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
     def get_transfer_channel_address(
         self, lmcache_addresses: list[tuple[int, int]]
     ) -> list[TransferChannelAddress]:
-        """Returns the addresses of objects in this server's memory. Raises ConfigError for one that is not in it."""
-        return [TransferChannelAddress(*self._pages.check(each)) for each in lmcache_addresses]
+        """Returns the addresses of objects in this server's memory, an invalid one for what is no object in it."""
+        return [
+            _NOWHERE if self._pages.problem(offset, size) else TransferChannelAddress(offset, size)
+            for offset, size in lmcache_addresses
+        ]
 
     def get_num_connected_clients(self) -> int:
         """Returns the number of peers that this server reads from."""
@@ -196,29 +192,38 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
             self.remove_transfer_channel_client(url)
 
 
-def _config(listen_url: str, advertise_url: str) -> WorkerConfig:
-    """Returns the options of the worker. Unless KVLINK_HOST is set, its hosts are those of LMCache's two addresses."""
-    defaults: dict[str, Any] = {"timeout_s": _TIMEOUT_S}
+def _config(listen_url: str, advertise_url: str, p2p: P2PConfig) -> WorkerConfig:
+    """Returns the options of the worker. Unless KVLINK_HOST is set, its hosts are those of LMCache's two addresses.
+
+    Raises ConfigError if a read could take longer than LMCache waits for it.
+    """
+    defaults: dict[str, Any] = {"timeout_s": check_times(p2p)}
     if sources(os.environ)["host"] == "default":
-        listen, advertised = (split_address(_plain(url))[0] for url in (listen_url, advertise_url))
+        listen, advertised = (split_address(plain(url))[0] for url in (listen_url, advertise_url))
         defaults |= {"host": listen, "advertise": advertised if advertised != listen else ""}
     return WorkerConfig.from_env(defaults=defaults)
 
 
+def check_times(p2p: P2PConfig) -> float:
+    """Returns the time of a read. Raises ConfigError if LMCache would give up on it earlier."""
+    is_set = sources(os.environ)["timeout_s"] != "default"
+    return read_timeout_s(p2p.load_timeout, WorkerConfig.from_env().timeout_s if is_set else None)
+
+
 def create_context(
-    l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, **_: Any
+    l1_memory_desc: L1MemoryDesc,
+    listen_url: str,
+    advertise_url: str,
+    p2p: P2PConfig | None = None,
+    **_: Any,
 ) -> KVLinkTransferChannelContext:
     """Is LMCache's factory. Arguments of other channels, such as `backends`, mean nothing here."""
-    return KVLinkTransferChannelContext(l1_memory_desc, listen_url, advertise_url)
+    return KVLinkTransferChannelContext(l1_memory_desc, listen_url, advertise_url, p2p)
 
 
-def _plain(url: str) -> str:
-    return url.split("://", 1)[-1]
-
-
-def _endpoint(url: str) -> str:
-    return "tcp://" + joined(*split_address(_plain(url)))
-
-
-def _objects(addresses: list[TransferChannelAddress]) -> list[Object]:
+def _objects(addresses: Sequence[TransferChannelAddress]) -> list[Object]:
     return [(each.offset, each.size) for each in addresses]
+
+
+def _wanted(addresses: Sequence[TransferChannelAddress]) -> list[Wanted]:
+    return [Wanted(each.offset, each.size, name_of_key(getattr(each, "key", None))) for each in addresses]

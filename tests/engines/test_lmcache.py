@@ -30,6 +30,7 @@ OBJECTS = (
     "48",
 )
 _COMMANDS = {"kvlink": "kvlink.integrations.lmcache", "nixl": "lmcache.cli.main"}
+_MODULES = ("channel", "objects", "reads")
 _PATIENCE_S = 300.0
 
 pytestmark = [
@@ -45,7 +46,7 @@ def lmcache(name: str, module: str, *arguments: str, port: int, alive: str = "")
 
 def test_its_interfaces_are_what_kvlink_takes_for_granted() -> None:
     """Runs the tests that the gate leaves out for want of LMCache."""
-    tests = [f"tests/integrations/test_lmcache_{name}.py" for name in ("channel", "reads")]
+    tests = [f"tests/integrations/test_lmcache_{name}.py" for name in _MODULES]
     # -P: the kvlink that is installed, and not this checkout's.
     pytest_of_its_own = [str(BIN / "python"), "-P", "-m", "pytest"]
     command = [*pytest_of_its_own, "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", *tests]

@@ -7,8 +7,11 @@ The tests need LMCache, in which the lane of the engines runs them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +24,7 @@ pytest.importorskip(
     reason="no LMCache: run .ci/engines lmcache, then make test-engines",
 )
 
+import zmq
 from lmcache.v1.distributed import transfer_channel
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.transfer_channel import TransferChannelAddress, abstract, factory
@@ -28,6 +32,9 @@ from lmcache.v1.multiprocess.config import P2PConfig, add_p2p_args
 
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.integrations.lmcache import channel, register
+from kvlink.integrations.lmcache.__main__ import p2p_config
+from kvlink.integrations.lmcache.times import DEFAULT_S
+from kvlink.runtime import supervised
 
 PAGE, NUM_PAGES = 4096, 16
 _HOST = f"127.{os.getpid() >> 16 & 127}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
@@ -76,9 +83,14 @@ def test_every_method_takes_the_arguments_that_lmcache_passes(name: str) -> None
         assert list(inspect.signature(getattr(ours, method)).parameters) == list(expected), method
 
 
-def test_a_reads_deadline_is_before_lmcaches() -> None:
+def test_a_reads_deadline_is_before_lmcaches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Afterwards LMCache gives the memory of the read to another object."""
-    assert P2PConfig().load_timeout > channel._TIMEOUT_S
+    monkeypatch.delenv("KVLINK_TIMEOUT_S", raising=False)
+    assert channel.check_times(P2PConfig()) == DEFAULT_S < P2PConfig().load_timeout
+    assert channel.check_times(P2PConfig(load_timeout=5)) == 4
+    monkeypatch.setenv("KVLINK_TIMEOUT_S", "20")
+    with pytest.raises(ConfigError, match="KVLINK_TIMEOUT_S"):
+        register(P2PConfig(load_timeout=5))
     options = add_p2p_args(argparse.ArgumentParser()).parse_args(["--p2p-transfer-engine", "kvlink"])
     assert options.p2p_transfer_engine == "kvlink"
 
@@ -97,8 +109,12 @@ def test_a_read_between_two_servers(memories: tuple[Memory, Memory]) -> None:
     assert set(reader.bytes[PAGE : 8 * PAGE]) == {2}
     beyond = [TransferChannelAddress(NUM_PAGES * PAGE, PAGE)]
     assert finished(client, client.submit_read(ours[:1], beyond)) == [False]
-    with pytest.raises(ConfigError):
-        reader.context.get_transfer_channel_address([(NUM_PAGES * PAGE, PAGE)])
+    nowhere = reader.context.get_transfer_channel_address([(NUM_PAGES * PAGE, PAGE), (0, PAGE), (None, 1)])
+    assert [each.is_valid() for each in nowhere] == [False, True, False]
+    assert finished(client, client.submit_read(nowhere[:2], theirs[:1] * 2)) == [False, True]
+    assert finished(client, client.submit_read(ours, [None, None])) == [False, False]
+    assert finished(client, client.submit_read(ours, theirs[:1])) == [False, False]
+    assert finished(client, 10**9) == []
     reader.context.remove_transfer_channel_client(address(1))
     reader.context.remove_transfer_channel_client(address(1))
     assert reader.context.get_num_connected_clients() == 0
@@ -119,14 +135,105 @@ def test_an_address_in_use_is_named(memories: tuple[Memory, Memory]) -> None:
 def test_the_hosts_are_lmcaches_unless_kvlink_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVLINK_HOST", "KVLINK_ADVERTISE", "KVLINK_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
-    config = channel._config("0.0.0.0:7600", "tcp://10.0.0.7:7600")
-    assert (config.host, config.advertise, config.timeout_s) == ("0.0.0.0", "10.0.0.7", channel._TIMEOUT_S)
-    config = channel._config("10.0.0.7:7600", "10.0.0.7:7600")
+    config = channel._config("0.0.0.0:7600", "tcp://10.0.0.7:7600", P2PConfig())
+    assert (config.host, config.advertise, config.timeout_s) == ("0.0.0.0", "10.0.0.7", DEFAULT_S)
+    config = channel._config("10.0.0.7:7600", "10.0.0.7:7600", P2PConfig())
     assert (config.host, config.advertise) == ("10.0.0.7", "")
     monkeypatch.setenv("KVLINK_HOST", "10.1.0.7")
     monkeypatch.setenv("KVLINK_TIMEOUT_S", "5")
-    config = channel._config("10.0.0.7:7600", "10.0.0.7:7600")
+    config = channel._config("10.0.0.7:7600", "10.0.0.7:7600", P2PConfig())
     assert (config.host, config.advertise, config.timeout_s) == ("10.1.0.7", "", 5.0)
+
+
+GARBAGE: list[list[bytes]] = [
+    [b""],
+    [b"x", b"y"],
+    [b""] * 100,
+    [b"{" * 100_000],
+    [b"[" * 100_000],
+    [b"\xff" * 1000],
+    [b" " * (4 << 20)],
+    [b'{"version": 2, "reader": "\\ud800", "page_bytes": 4096, "owners": [], "objects": []}'],
+    [b"\x80\x04\x95"],
+]
+
+
+@pytest.mark.parametrize("kind", ["REQ", "DEALER", "ROUTER", "PUSH", "PUB", "PAIR", "SUB", "raw"])
+def test_no_message_ends_the_thread_that_answers(memories: tuple[Memory, Memory], kind: str) -> None:
+    """Each sender is one socket of its own that is left behind, as a scanner of ports leaves it."""
+    owner, reader = memories
+    client = reader.context.get_transfer_channel_client(address(1))
+    with zmq.Context() as theirs:
+        for frames in GARBAGE:
+            send(theirs, kind, frames)
+        ours = [TransferChannelAddress(0, PAGE)]
+        assert finished(client, client.submit_read(ours, ours)) == [True]
+    assert owner.context._server._answering.thread.is_alive()
+    assert "lmcache-answer" not in supervised.failures()
+
+
+def send(theirs: Any, kind: str, frames: list[bytes]) -> None:
+    """Sends the frames and waits until they have left, or the socket has refused them."""
+    if kind == "raw":
+        with socket.create_connection(address(1).split(":")) as raw:
+            raw.sendall(b"".join(frames)[:1000] or b"\0")
+        return
+    with theirs.socket(getattr(zmq, kind)) as sender:
+        sender.setsockopt(zmq.LINGER, 200)
+        if kind == "DEALER":
+            sender.setsockopt(zmq.IDENTITY, b"\x01same")
+        sender.connect(f"tcp://{address(1)}")
+        with contextlib.suppress(zmq.ZMQError):
+            sender.send_multipart(frames, zmq.NOBLOCK)
+
+
+def test_a_peer_with_other_answers_delays_nobody(memories: tuple[Memory, Memory]) -> None:
+    """A server that takes connections at the address of a peer, and answers what it likes."""
+    answers = [[b"!no"], [b"="], [b"x", b"y"], [b""], [b"", b""], [b"\xff" * 64]]
+    with zmq.Context() as theirs, theirs.socket(zmq.REP) as other:
+        other.bind(f"tcp://{address(5)}")
+
+        def answer() -> None:
+            other.recv_multipart()
+            other.send(b"")
+            for frames in answers:
+                other.recv_multipart()
+                other.send_multipart(frames)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = memories[1].context.get_transfer_channel_client(address(5))
+        ours = [TransferChannelAddress(0, PAGE)]
+        for _ in answers:
+            assert finished(client, client.submit_read(ours, ours)) == [False]
+        thread.join()
+        memories[1].context.remove_transfer_channel_client(address(5))
+
+
+def test_a_client_of_a_silent_peer_is_closed_at_once(memories: tuple[Memory, Memory]) -> None:
+    """And not when the time of its read is over, which is longer than that of the test."""
+    with zmq.Context() as theirs, theirs.socket(zmq.REP) as silent:
+        silent.bind(f"tcp://{address(6)}")
+        thread = threading.Thread(target=lambda: (silent.recv(), silent.send(b"")))
+        thread.start()
+        client = memories[1].context.get_transfer_channel_client(address(6))
+        thread.join()
+        client._reads.timeout_s = 1e6
+        ours = [TransferChannelAddress(0, PAGE)]
+        task = client.submit_read(ours, ours)
+        eventually(lambda: silent.poll(0))
+        memories[1].context.remove_transfer_channel_client(address(6))
+        assert finished(client, task) == []
+        assert finished(client, client.submit_read(ours, ours)) == [False]
+
+
+def test_the_arguments_tell_of_a_server_that_reads() -> None:
+    p2p = ["--p2p-advertise-url", "10.0.0.7:7600", "--p2p-transfer-engine", "kvlink"]
+    config = p2p_config(["server", "--l1-size-gb", "64", *p2p, "--p2p-load-timeout=5", "--port", "9"])
+    assert config is not None
+    assert config.load_timeout == 5
+    assert p2p_config(["tool", "transfer-channel-benchmark", "--role", "server"]) is None
+    assert p2p_config(["server", *p2p[:2]]) is None
 
 
 def finished(client: Any, task: int) -> list[bool]:

@@ -8,58 +8,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lmcache_servers import NUM_PAGES, PAGE, Server, asking
+from lmcache_servers import result as named_result
 from waiting import eventually
 
-from kvlink import Worker, WorkerConfig
 from kvlink.control.security.tickets import TicketKeys
-from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable, TransferError
+from kvlink.errors import KVLinkError, PeerUnreachable, TransferError
 from kvlink.integrations.lmcache import pages as pages_module
-from kvlink.integrations.lmcache.grants import Grants
-from kvlink.integrations.lmcache.pages import Object, Pages
-from kvlink.integrations.lmcache.reads import Exchange, Peer, Reads
+from kvlink.integrations.lmcache.messages import Answer
+from kvlink.integrations.lmcache.pages import Object, Pages, Wanted
+from kvlink.integrations.lmcache.reads import Reads
 from kvlink.ticket import Ticket
 
-PAGE, NUM_PAGES = 512, 64
 THEIRS: list[Object] = [(0, 3 * PAGE), (10 * PAGE, PAGE), (20 * PAGE, 2 * PAGE - 100)]
 OURS: list[Object] = [(40 * PAGE, 3 * PAGE), (2 * PAGE, PAGE), (5 * PAGE, 2 * PAGE - 100)]
 
 
-class Server:
-    """The memory of one of LMCache's servers, and its worker."""
-
-    def __init__(self, name: str, keys: TicketKeys | None = None, page_bytes: int = PAGE) -> None:
-        self.memory = np.random.default_rng(len(name)).integers(0, 256, PAGE * NUM_PAGES, np.uint8)
-        self.pages = Pages(page_bytes, self.memory.nbytes)
-        self.keys = keys
-        config = WorkerConfig(transports="cma,tcp")
-        self.worker = Worker(self.pages.pool(self.memory.ctypes.data), name, config=config)
-        self.grants = Grants(self.worker, self.pages, keys)
-        self.reads: list[Reads] = []
-
-    def reads_from(self, exchange: Exchange) -> Reads:
-        peer = Peer("127.0.0.1:1", "127.0.0.1:2", exchange)
-        self.reads.append(Reads(self.worker, self.pages, peer, self.keys, timeout_s=60))
-        return self.reads[-1]
-
-    def bytes_of(self, each: Object) -> bytes:
-        return self.memory[each[0] : sum(each)].tobytes()
-
-    def close(self) -> None:
-        for reads in self.reads:
-            reads.close()
-        self.worker.close()
-
-
-def asking(owner: Server) -> Exchange:
-    return lambda message, timeout_s: owner.grants.answer(message)
+def ticket_of(answer: bytes) -> Ticket:
+    ticket = Answer.from_bytes(answer, "the owner", 3).ticket
+    assert ticket is not None
+    return ticket
 
 
 def result(reads: Reads, theirs: list[Object], ours: list[Object]) -> list[bool]:
-    task = reads.submit(theirs, ours)
-    arrived = eventually(lambda: reads.query(task))
-    with pytest.raises(KeyError):
-        reads.query(task)
-    return arrived
+    return named_result(reads, [Wanted(*each) for each in theirs], ours)
 
 
 @pytest.fixture
@@ -108,8 +80,7 @@ def test_a_long_read_takes_several_leases(
     assert result(reader.reads_from(counted), THEIRS, OURS) == [True] * 3
     assert len(asks) == 2
     assert [reader.bytes_of(each) for each in OURS] == [owner.bytes_of(each) for each in THEIRS]
-    with pytest.raises(ConfigError, match="at most 3 pages"):
-        reader.reads[0].submit([(0, 4 * PAGE)], [(0, 4 * PAGE)])
+    assert result(reader.reads[0], [(0, 4 * PAGE)], [(0, 4 * PAGE)]) == [False]
 
 
 def test_a_lease_that_ended_before_the_bytes_were_validated(start: Callable[..., Server]) -> None:
@@ -118,7 +89,7 @@ def test_a_lease_that_ended_before_the_bytes_were_validated(start: Callable[...,
 
     def too_late(message: bytes, timeout_s: float) -> bytes:
         answer = owner.grants.answer(message)
-        owner.worker.abort(Ticket.from_bytes(answer).request_id)
+        owner.worker.abort(ticket_of(answer).request_id)
         return answer
 
     assert result(reader.reads_from(too_late), THEIRS, OURS) == [False] * 3
@@ -173,11 +144,22 @@ def test_sizes_and_places_are_checked_before_anything_is_asked(start: Callable[.
     reads = reader.reads_from(lambda message, timeout_s: pytest.fail("was asked"))
     for theirs, ours in [
         ([(0, PAGE)], []),
+        ([], [(0, PAGE)]),
         ([(0, PAGE)], [(0, 2 * PAGE)]),
         ([(0, PAGE)], [(NUM_PAGES * PAGE, PAGE)]),
+        ([(-1, 0)], [(-1, 0)]),
+        ([(None, PAGE)], [(0, PAGE)]),
     ]:
-        with pytest.raises(ConfigError):
-            reads.submit(theirs, ours)
+        task = reads.begin([Wanted(*each) for each in theirs], ours)  # type: ignore[arg-type]
+        assert reads.query(task) == [False] * len(ours)
+
+
+def test_an_object_that_does_not_fit_is_alone_in_that(start: Callable[..., Server]) -> None:
+    owner, reader = start("owner"), start("the reader")
+    reads = reader.reads_from(asking(owner))
+    theirs, ours = [*THEIRS, (0, PAGE), (NUM_PAGES * PAGE, PAGE)], [*OURS, (0, 9), (50 * PAGE, PAGE)]
+    assert result(reads, theirs, ours) == [True, True, True, False, False]
+    assert [reader.bytes_of(each) for each in OURS] == [owner.bytes_of(each) for each in THEIRS]
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, 2 * PAGE])
@@ -196,13 +178,12 @@ def test_a_greeting_says_whether_two_servers_fit_together(
 def test_a_client_that_is_closed_reads_nothing_more(start: Callable[..., Server]) -> None:
     owner, reader = start("owner"), start("the reader")
     reads = reader.reads_from(asking(owner))
-    task = reads.submit(THEIRS, OURS)
+    task = reads.begin([Wanted(*each) for each in THEIRS], OURS)
     reads.close()
     reads.close()
-    with pytest.raises(KeyError):
-        reads.query(task)
-    with pytest.raises(Cancelled):
-        reads.submit(THEIRS, OURS)
+    assert reads.query(task) == []
+    assert result(reads, THEIRS, OURS) == [False] * 3
+    assert not len(reader.places)
 
 
 def keys_of(path: Path, secret: str) -> TicketKeys:
@@ -232,14 +213,14 @@ def test_only_the_same_tenants_servers_are_answered(start: Callable[..., Server]
         b"[]",
         b"1",
         b"{}",
-        b'{"version": 2, "reader": "r", "page_bytes": 512, "objects": []}',
-        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0]]}',
-        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0.0, 512]]}',
-        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, true]]}',
-        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, 512], [0, 512]]}',
-        b'{"version": 1, "reader": "r", "page_bytes": 512, "objects": [[0, 1e400]]}',
-        b'{"version": 1, "reader": 7, "page_bytes": 512, "objects": [[0, 512]]}',
-        b'{"version": 1, "reader": "", "page_bytes": 512, "objects": [[0, 512]]}',
+        b'{"version": 3, "reader": "r", "page_bytes": 512, "objects": []}',
+        b'{"version": 2, "owners": [], "reader": "r", "page_bytes": 512, "objects": [[0]]}',
+        b'{"version": 2, "owners": [], "reader": "r", "page_bytes": 512, "objects": [[0.0, 512]]}',
+        b'{"version": 2, "owners": [], "reader": "r", "page_bytes": 512, "objects": [[0, true]]}',
+        b'{"version": 2, "owners": [], "reader": "r", "page_bytes": 512, "objects": [[0, 512], [0, 512]]}',
+        b'{"version": 2, "owners": [], "reader": "r", "page_bytes": 512, "objects": [[0, 1e400]]}',
+        b'{"version": 2, "owners": [], "reader": 7, "page_bytes": 512, "objects": [[0, 512]]}',
+        b'{"version": 2, "owners": [], "reader": "", "page_bytes": 512, "objects": [[0, 512]]}',
         b"[" * 100_000,
     ],
 )

@@ -65,6 +65,13 @@ def test_pairs_at_the_end_of_a_message_become_fields() -> None:
     assert found["tries"] == 3, "numbers stay numbers"
 
 
+def test_pairs_within_a_message_are_not_repeated() -> None:
+    made = record("reads from owner=%s transport=%s%s", "w 1", "cma", "; not shm: owner=x")
+    line = log.KeyValueFormatter().format(made)
+    assert line.endswith("kvlink.worker: reads from owner=w 1 transport=cma; not shm: owner=x")
+    assert json.loads(log.JsonFormatter().format(made))["transport"] == "cma"
+
+
 def test_a_request_in_a_sentence_is_a_field_too() -> None:
     made = record("request %s: nobody fetched it in %.1f s (100%%)", "r1", 2.0)
     found = json.loads(log.JsonFormatter().format(made))
