@@ -202,15 +202,22 @@ def test_the_first_sigterm_is_noted_and_the_second_ends_the_process(noted: list[
 
 
 def test_sigterm_ends_a_wait(noted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    look = select.select
+    plain = select.poll
 
-    def arrives_meanwhile(reads: list[int], *others: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        ready = look(reads, [], [], 0.0)
-        assert ready[0] == reads, "the wait would go on"
-        return ready
+    class Arriving:
+        """The signal arrives when the wait has begun."""
 
-    monkeypatch.setattr(select, "select", arrives_meanwhile)
+        def __init__(self) -> None:
+            self._poll = plain()
+            self.register = self._poll.register
+
+        def poll(self, timeout_ms: float | None) -> list[tuple[int, int]]:
+            signal.raise_signal(signal.SIGTERM)
+            ready = self._poll.poll(0)
+            assert ready, "the wait would go on"
+            return ready
+
+    monkeypatch.setattr(select, "poll", Arriving)
     with Termination() as ending:
         assert ending.wait()
 
