@@ -264,3 +264,16 @@ def an_event_loop() -> None:
         assert thread.run(_nothing()) == 7
     thread.close()
     assert not thread._thread.is_alive()
+
+
+@scene("end of an offer")
+def ends_of_offers() -> None:
+    ended: list[str] = []
+    with workers() as (owner, _):
+        owner.offers.on_ended = told = FailingOnce()
+        for number, name in enumerate(("a", "b")):
+            owner.offer(name, [number])
+            owner.abort(name)
+        eventually(lambda: ended.extend(event.request_id for event in owner.events()) or len(ended) == 2)
+        assert set(ended) == {"a", "b"}
+        assert len(told.calls) == 1
