@@ -169,6 +169,9 @@ class Outgoing:
         """Frees all blocks. The worker is closed, so nothing reads them."""
         while self._offered:
             self._held.free(self._offered.popitem()[1])
+        for request_id, prefill in self._prefills.items():
+            if prefill.is_scheduled:  # nobody waits for it any more
+                self._batching.scheduler.set_request_cancellation(request_id)
         self.end(Cancelled("the handoff was closed"))
 
     def _fail(self, prefill: _Prefill, error: Exception) -> None:

@@ -24,10 +24,10 @@ _MANAGER = (
 _PROCESSOR = (
     "has_pending_requests prepare_next_batch use_async_batching logit_processor.check_kwargs scheduler.active_requests "
     "scheduler.waiting_requests scheduler.add_waiting_request scheduler.finish_request scheduler.schedule_batch "
-    "scheduler.starved_requests scheduler._try_to_meet_safety_margin cache.bytes_per_sector cache.cache_allocators "
-    "cache.cache_tensor cache.can_store_request_tokens cache.evict_cached_blocks cache.free_blocks "
-    "cache.mark_complete_blocks cache.num_sectors cache.pool.num_free_sectors cache.pool.try_to_free_sectors "
-    "cache.search_prefix_match cache.use_prefix_sharing"
+    "scheduler.set_request_cancellation scheduler.starved_requests scheduler._try_to_meet_safety_margin "
+    "cache.bytes_per_sector cache.cache_allocators cache.cache_tensor cache.can_store_request_tokens "
+    "cache.evict_cached_blocks cache.free_blocks cache.mark_complete_blocks cache.num_sectors "
+    "cache.pool.num_free_sectors cache.pool.try_to_free_sectors cache.search_prefix_match cache.use_prefix_sharing"
 )
 _STATE = (
     "_true_initial_tokens create_equivalent_initial_request generated_tokens initial_tokens logprobs position_offset "
