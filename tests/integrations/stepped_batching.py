@@ -68,6 +68,7 @@ class Stepped:
         self.manager._generation_step = self._step_or_raise
         self._may, self._did = threading.Semaphore(0), threading.Semaphore(0)
         self.fails_next = False
+        self.in_forward: Callable[[], object] = lambda: None  # runs in each forward pass
         self.handoff = KVLinkHandoff(
             self.manager, name, config=WorkerConfig(timeout_s=60.0, lease_s=600.0, transports="shm")
         )
@@ -85,6 +86,7 @@ class Stepped:
         return goes_on
 
     def _step_or_raise(self) -> None:
+        self.in_forward()
         if self.fails_next:
             self.fails_next = False
             raise ModelFailed("the forward pass failed")

@@ -43,14 +43,18 @@ class Side:
     cancelled: set[str] = field(default_factory=set)
 
 
+_CACHES = {"a": {"page_size": 4, "num_blocks": 24}, "b": {"page_size": 8, "num_blocks": 10}}
+
+
+def _peer(name: str) -> Stepped:
+    return Stepped(name, **_CACHES[name])
+
+
 class World:
     """Peers "a" and "b" with different page sizes, and the messages that a router has of them."""
 
     def __init__(self) -> None:
-        self.sides = {
-            "a": Side(Stepped("a", page_size=4, num_blocks=24)),
-            "b": Side(Stepped("b", page_size=8, num_blocks=10)),
-        }
+        self.sides = {name: Side(_peer(name)) for name in _CACHES}
         self.messages: list[tuple[str, Handoff | Prefix]] = []
         self.futures: list[tuple[str, Future[Any]]] = []
         self._aborted: set[str] = set()
@@ -60,12 +64,15 @@ class World:
             side.peer.close()
 
     def forget(self) -> None:
-        """Makes a world in which nothing was ended ready for another history."""
+        """Makes the world ready for another history. What was ended is made anew."""
         self.messages, self.futures = [], []
-        for side in self.sides.values():
-            side.peer.outputs, side.peer.fails_next = [], False
-            side.accepted, side.limits, side.cancelled = Counter(), set(), set()
-            side.may_be_lost = Counter()
+        for name, side in self.sides.items():
+            peer = side.peer
+            if peer.handoff._closed or not peer.manager.is_running():
+                peer.close()
+                peer = _peer(name)
+            peer.outputs, peer.fails_next = [], False
+            self.sides[name] = Side(peer)
 
     # What clients, routers and operators do. Nothing here may raise anything but KVLinkError with a reason.
 
@@ -75,7 +82,7 @@ class World:
             self._promise(side, request_id, prompt, num_new)
 
     def prefill(self, at: str, request_id: str | None, prompt: tuple[int, ...]) -> None:
-        with refused():
+        with Refused():
             self._remember(at, self.sides[at].peer.handoff.prefill(prompt, request_id))
 
     def submit(
@@ -85,23 +92,23 @@ class World:
         if message is None:
             return
         side = self.sides[at]
-        with refused():
+        with Refused():
             handoff = forged(message, **change) if change else message
             name = side.peer.handoff.submit(handoff, request_id, max_new_tokens=num_new)
             self._promise(side, name, handoff.prompt[: handoff.num_prompt], num_new)
 
     def share(self, at: str, source: Any) -> None:
-        with refused():
+        with Refused():
             self._remember(at, self.sides[at].peer.handoff.share(source))
 
     def fetch(self, at: str, number: int) -> None:
         message = self._message(number, Prefix)
         if message is not None:
-            with refused():
+            with Refused():
                 self._remember(at, self.sides[at].peer.handoff.fetch(message))
 
     def move(self, at: str, request_id: str) -> None:
-        with refused():
+        with Refused():
             self._remember(at, self.sides[at].peer.handoff.move(request_id))
 
     def cancel(self, at: str, request_id: str) -> None:
@@ -136,7 +143,7 @@ class World:
 
     def settled(self) -> None:
         """Runs both loops until nothing is left to do, ends all leases, and checks every promise."""
-        while not all([self._is_quiet(side) for side in self.sides.values()]):
+        while not all(map(self._is_quiet, self.sides.values())):
             for side in self.sides.values():
                 side.peer.step()
             self._collect()
@@ -234,7 +241,7 @@ class World:
                 self.sides[at].peer.handoff.abort(message)
 
 
-class refused(suppress):
+class Refused(suppress):
     """Accepts errors of kvlink only, and only with a reason."""
 
     def __init__(self) -> None:
