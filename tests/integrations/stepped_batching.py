@@ -6,8 +6,10 @@ Everything is transformers' own: manager, loop, scheduler, cache and model. Only
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -23,23 +25,26 @@ MAX_NEW = 6
 _SEED = 2031
 
 
-def small_llama(hidden_size: int = 32, layers: int = 2, dtype: Any = torch.float32) -> Any:
+_CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def small_llama(dtype: Any = torch.float32, **changes: Any) -> Any:
     """Returns a model with seeded weights. Limits torch to one thread, which makes sums bit-equal."""
     torch.set_num_threads(1)
     torch.manual_seed(_SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden_size,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**{**_CONFIG, **changes})
     network: Any = LlamaForCausalLM(config).to(dtype)
     network.train(False)
     return network
@@ -156,9 +161,19 @@ def expected(prompt: Sequence[int], num_new: int = MAX_NEW) -> list[int]:
     return list(manager.get_result().generated_tokens)
 
 
-def end_reference() -> None:
-    """Ends the thread of `expected`."""
-    if _reference.cache_info().currsize:
-        _reference().stop()
+@contextmanager
+def reference() -> Iterator[None]:
+    """Ends the thread of `expected` at the end.
+
+    A manager that stops collects garbage. With torch loaded that takes long unless torch's objects are left out.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if _reference.cache_info().currsize:
+            _reference().stop()
         _reference.cache_clear()
         expected.cache_clear()
+        gc.unfreeze()

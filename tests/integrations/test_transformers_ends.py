@@ -20,7 +20,7 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from stepped_batching import MAX_NEW, Stepped, end_reference, expected  # noqa: E402
+from stepped_batching import MAX_NEW, Stepped, expected, reference  # noqa: E402
 from waiting import eventually  # noqa: E402
 
 from kvlink.errors import Cancelled, ConfigError, TransferError  # noqa: E402
@@ -91,9 +91,9 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reference() -> Iterator[None]:
-    yield
-    end_reference()
+def with_reference() -> Iterator[None]:
+    with reference():
+        yield
 
 
 @pytest.mark.parametrize("name", ["move", "share", "fetch", "prefill"])

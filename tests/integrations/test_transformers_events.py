@@ -7,7 +7,6 @@ The manager, its loop, scheduler, cache and model are transformers' own. See `st
 
 from __future__ import annotations
 
-import gc
 import os
 from array import array
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from stepped_batching import MAX_NEW, VOCABULARY, end_reference  # noqa: E402
+from stepped_batching import MAX_NEW, VOCABULARY, reference  # noqa: E402
 from transformers_world import PROMPTS, World  # noqa: E402
 
 _SIDES = st.sampled_from(["a", "b"])
@@ -90,13 +89,9 @@ _HISTORIES = st.tuples(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reference() -> Iterator[None]:
-    """A manager that stops collects garbage, which takes long with torch loaded unless its objects are left out."""
-    gc.collect()
-    gc.freeze()
-    yield
-    end_reference()
-    gc.unfreeze()
+def with_reference() -> Iterator[None]:
+    with reference():
+        yield
 
 
 class Worlds:
