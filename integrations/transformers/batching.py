@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvlink.errors import ConfigError, TransferError
 
@@ -25,6 +25,8 @@ from .support import check_manager, check_processor, num_embeddings
 
 _log = logging.getLogger("kvlink.transformers")
 _UNLIMITED = 1 << 31
+
+_T = TypeVar("_T")
 
 
 class Batching:
@@ -113,6 +115,14 @@ class Batching:
 
     def _num_sectors(self, num_tokens: int) -> int:
         return sum(cache.num_sectors(num_tokens) for cache in self.attention)
+
+    def guarded(self, kind: str, request_id: object, call: Callable[[], _T]) -> _T | None:
+        """Returns the result of `call`, or None if it raised. An exception would end the loop for all requests."""
+        try:
+            return call()
+        except Exception as error:
+            self.guard.caught(kind, request_id, error)
+            return None
 
     def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it is replaced."""

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.background import ControlThread
@@ -20,6 +20,7 @@ from .attention import layouts_of
 from .batching import Batching, HeldBlocks
 from .fetching import Fetching
 from .handoff_message import Handoff, Prefix
+from .hooks import Hooks
 from .incoming import Incoming, Landed
 from .jobs import Job
 from .limits import checked_count, checked_eos
@@ -27,10 +28,7 @@ from .memory import pool_of
 from .moving import Moving
 from .outgoing import Outgoing
 from .pulls import Pulls
-from .request_ids import taken
 from .support import request_types
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class KVLinkHandoff:
             self._fetching = Fetching(self._batching, self.worker, self._held, pulls)
             opened.callback(self._batching.unhook)
             with self._batching.paused():
-                self._hook()
+                Hooks(self._batching, self._held, self._outgoing, self._incoming, self._fetching).install()
             watch = keep_running("transformers leases", self._watch_leases)
             self._background.in_background(watch, "the leases of a handoff are not watched")
             opened.pop_all()
@@ -230,105 +228,22 @@ class KVLinkHandoff:
 
         Raises ConfigError on the generation thread.
         """
+        self._batching.check_thread()
         with self._closing:
             if not self._closed:
-                self._batching.check_thread()
                 self.worker.close()
                 self._background.close()
                 with self._batching.paused():
                     self._batching.unhook()
                     self._batching.jobs.close(lambda: Cancelled("the handoff was closed"))
                     for part in (self._outgoing, self._incoming, self._fetching):
-                        self._guarded("close", None, part.close)
+                        self._batching.guarded("close", None, part.close)
                 self._closed = True
-
-    def _hook(self) -> None:
-        hook, parts = self._batching.hook, self._batching
-        hook(parts.processor, "prepare_next_batch", self._prepare)
-        hook(parts.processor, "has_pending_requests", self._has_pending)
-        hook(parts.scheduler, "schedule_batch", self._schedule)
-        hook(parts.scheduler, "add_waiting_request", self._add_waiting)
-        hook(parts.cache, "free_blocks", self._free)
-        hook(parts.outputs, "deliver", self._deliver)
-        hook(parts.outputs, "deliver_batch", self._deliver_batch)
-        hook(parts.outputs, "fail_and_deliver", self._fail_and_deliver)
-        hook(parts.manager.background_thread_status, "mark_as_stopped", self._mark_as_stopped)
 
     async def _watch_leases(self) -> None:
         async for event in self.worker.watch_events():
             ended = partial(self._outgoing.ended, event)
             self._batching.jobs.tell(Job("end of a lease", event.request_id, ended, _ignore, is_event=True))
-
-    # The following methods replace methods of transformers, on the generation thread.
-
-    def _prepare(self, prepare: Callable[[], bool]) -> bool:
-        self._batching.jobs.run()
-        self._incoming.admit()
-        return prepare()
-
-    def _has_pending(self, has_pending: Callable[[], bool]) -> bool:
-        """Returns whether a manager that stops has to run another round."""
-        return has_pending() or len(self._batching.jobs) > 0 or self._fetching.num_running > 0
-
-    def _mark_as_stopped(self, mark: Callable[[], None]) -> None:
-        """Ends all that the loop has left undone. Jobs are refused from `mark` on."""
-        mark()
-        why = self._batching.why_ended
-        self._batching.jobs.end(why)
-        for part in (self._outgoing, self._incoming, self._fetching):
-            self._guarded("end of the loop", None, partial(part.end, why()))
-
-    def _add_waiting(self, add: Callable[[Any], None], state: Any) -> None:
-        """Adds a request, or fails it alone if it has the id of another, whose table it would overwrite."""
-        if self._batching.request_ids.is_scheduled(state.request_id):
-            self._batching.outputs.fail_and_deliver(state, taken(state.request_id))
-            return
-        self._guarded("preemption", state.request_id, partial(self._outgoing.requeued, state))
-        add(state)
-
-    def _free(self, free: Callable[[Any, bool], None], request_id: Any, no_cache: bool = False) -> None:
-        if not self._guarded("offer", request_id, partial(self._outgoing.keep, request_id)):
-            self._guarded("end of a request", request_id, partial(self._incoming.forget, request_id))
-            free(request_id, no_cache)
-
-    def _deliver(self, deliver: Callable[[Any], None], output: Any) -> None:
-        if not self._is_prefill(output):
-            deliver(output)
-
-    def _deliver_batch(self, deliver_batch: Callable[[list[Any]], None], outputs: list[Any]) -> None:
-        deliver_batch([output for output in outputs if not self._is_prefill(output)])
-
-    def _is_prefill(self, output: Any) -> bool:
-        delivered = self._guarded("answer", output.request_id, partial(self._outgoing.deliver, output))
-        return bool(delivered)
-
-    def _fail_and_deliver(
-        self, fail_and_deliver: Callable[[Any, Exception], None], state: Any, error: Exception
-    ) -> None:
-        if not self._guarded("failure", state.request_id, partial(self._outgoing.failed, state, error)):
-            fail_and_deliver(state, error)
-
-    def _guarded(self, kind: str, request_id: object, call: Callable[[], _T]) -> _T | None:
-        """Returns the result of `call`, or None if it raised. An exception would end the loop for all requests."""
-        try:
-            return call()
-        except Exception as error:
-            self._batching.guard.caught(kind, request_id, error)
-            return None
-
-    def _schedule(self, schedule: Callable[..., Any], *budgets: int) -> Any:
-        """Schedules a batch. A cache that is full only because kvlink holds blocks is no error: they become free."""
-        scheduled = schedule(*budgets)
-        if scheduled[0] is None and self._waits_for_blocks():
-            if self._batching.cache.evict_cached_blocks():
-                scheduled = schedule(*budgets)
-            if scheduled[0] is None:
-                scheduled = ([], *scheduled[1:])
-        return scheduled
-
-    def _waits_for_blocks(self) -> bool:
-        """Returns whether starved requests wait for blocks that kvlink holds. Of two, transformers preempts one."""
-        return self._held.num_tables > 0 and len(self._batching.scheduler.starved_requests) < 2
 
 
 def _ignore(_: Exception) -> None:

@@ -185,6 +185,8 @@ def test_a_handoff_closes_although_nothing_was_started() -> None:
 def test_a_loop_that_dies_while_the_handoff_closes_does_not_leave_it_open(pair: Pair) -> None:
     """The pause that `close` asks for never comes then."""
     future = pair.here.handoff.prefill(LONG)
+    status = pair.here.manager.background_thread_status
+    pair.here.in_forward = lambda: eventually(status.is_pause_requested)
     pair.here.fails_next = True
     pair.here.during(pair.here.handoff.close)
     assert future.done()

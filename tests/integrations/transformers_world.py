@@ -64,7 +64,7 @@ class World:
             side.peer.close()
 
     def forget(self) -> None:
-        """Makes the world ready for another history. What was ended is made anew."""
+        """Makes the world ready for another history. What was ended is made again."""
         self.messages, self.futures = [], []
         for name, side in self.sides.items():
             peer = side.peer
