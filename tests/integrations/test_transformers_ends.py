@@ -5,6 +5,7 @@ reaches another.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -285,6 +286,17 @@ def test_one_lease_whose_end_raises_does_not_stop_the_watch_of_the_others(
         pair.there.until(lambda: len(seen) > 0)
     pair.there.until(lambda: len(seen) == 2)
     assert pair.there.handoff.stats().held_tables == 0
+
+
+def test_a_client_whose_event_loop_is_closed_costs_nobody_else_an_answer(pair: Pair) -> None:
+    async def register() -> None:
+        pair.here.manager.register_result_handler("gone", print)
+
+    asyncio.run(register())  # and its loop is closed
+    pair.here.manager.add_request(list(LONG), "gone", max_new_tokens=2)
+    pair.here.until(lambda: pair.here.outputs)
+    assert list(pair.answer("own").generated_tokens) == expected(OTHER)
+    assert pair.here.handoff.stats().guarded == 1
 
 
 def test_a_share_of_a_request_without_a_whole_block_gives_an_empty_prefix(pair: Pair) -> None:

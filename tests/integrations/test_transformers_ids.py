@@ -149,6 +149,20 @@ def test_any_text_is_an_id(peers: tuple[Stepped, Stepped], name: str) -> None:
     assert prefill.handoff.stats().pulled == 1
 
 
+def test_the_names_of_kvlinks_own_tables_cannot_be_taken(peers: tuple[Stepped, Stepped]) -> None:
+    prefill, _ = peers
+    names = [f"kvlink-{number}" for number in range(4)]
+    handoffs = [handed(prefill, OTHER), handed(prefill, OTHER)]
+    for name in names:
+        prefill.manager.add_request(list(OWN), name, max_new_tokens=MAX_NEW)
+    prefill.step()
+    for handoff in handoffs:
+        prefill.handoff.abort(handoff)
+    prefill.until(lambda: not prefill.handoff._outgoing._offered)
+    outputs = {output.request_id: list(output.generated_tokens) for output in answers(prefill, 4)}
+    assert outputs == dict.fromkeys(names, expected(OWN))
+
+
 def test_an_id_that_contains_a_ticket_is_in_no_name_and_no_error(peers: tuple[Stepped, Stepped]) -> None:
     prefill, decode = peers
     secret = handed(prefill, OWN).ticket
