@@ -41,6 +41,8 @@ class Side:
     may_be_lost: Counter[str] = field(default_factory=Counter)
     """How many of them may get no answer: a hard stop of transformers drops those in its input queue without one."""
     cancelled: set[str] = field(default_factory=set)
+    lied_to: set[str] = field(default_factory=set)
+    """Ids of requests whose peer lied about which tokens were generated. Their own tokens are the liar's."""
 
 
 _CACHES = {"a": {"page_size": 4, "num_blocks": 24}, "b": {"page_size": 8, "num_blocks": 10}}
@@ -98,6 +100,8 @@ class World:
             handoff = forged(message, **change) if change else message
             name = side.peer.handoff.submit(handoff, request_id, max_new_tokens=num_new)
             self._promise(side, name, handoff.prompt[: handoff.num_prompt], num_new)
+            if handoff.num_generated != message.num_generated:
+                side.lied_to.add(name)
 
     def share(self, at: str, source: Any) -> None:
         with Refused():
@@ -160,7 +164,8 @@ class World:
             return True
         parts = handoff._batching
         return not (
-            side.peer.manager.input_queue.qsize()
+            manager.input_queue.qsize()
+            or manager.cancel_queue.qsize()
             or len(parts.jobs)
             or parts.scheduler.has_pending_requests()
             or handoff._fetching.num_running
@@ -203,8 +208,8 @@ class World:
                 assert least <= answers[request_id] <= count, (request_id, count, answers[request_id])
         assert set(answers) <= set(side.accepted)
         for output in side.peer.outputs:
-            if output.error is not None:
-                assert output.error
+            if output.error is not None or output.request_id in side.lied_to:
+                assert output.error != ""
                 continue
             prompt, tokens = tuple(output.prompt_ids), list(output.generated_tokens)
             assert tokens == expected(prompt)[: len(tokens)], (output.request_id, prompt, tokens)
