@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from kvlink.errors import ConfigError
+from kvlink.names import MAX_NAME_BYTES
 from kvlink.ticket import check_request_id
 
 _DERIVED = "kvlink-id-"
@@ -17,18 +18,20 @@ _DIGEST_BYTES = 16
 _SHOWN = 80
 
 
-def name_of(request_id: object) -> str:
-    """Returns the id itself if it can be a kvlink request id, else a digest of it. Raises nothing.
+def name_of(request_id: object, max_bytes: int = MAX_NAME_BYTES) -> str:
+    """Returns the id itself if it can be a kvlink request id of `max_bytes`, else a digest of it. Raises nothing.
 
-    An id is replaced if it is empty, longer than kvlink allows, not printable, no valid UTF-8, contains a ticket, or
-    looks like a derived name, so that no client can choose the name of another's request.
+    An id is replaced if it is empty, longer than allowed, not printable, no valid UTF-8, contains a ticket, or looks
+    like a derived name, so that no client can choose the name of another's request. Give `max_bytes` if more text
+    follows the name in a request id.
     """
     text = request_id if isinstance(request_id, str) else repr(request_id)
     try:
         check_request_id(text)
     except ConfigError:
         return _derived(text)
-    return text if text.isprintable() and not text.startswith(_DERIVED) else _derived(text)
+    is_kept = text.isprintable() and not text.startswith(_DERIVED) and len(text.encode()) <= max_bytes
+    return text if is_kept else _derived(text)
 
 
 def printable(request_id: object) -> str:

@@ -21,7 +21,8 @@ _ALLOCATOR = (
     "allocate_cache_to_request block_physical_stride block_table blocks_per_sector bytes_per_block cache_dtype "
     "get_write_indices head_dim layer_indices layer_type num_key_value_heads register_cache_tensor tokens_per_page"
 )
-_PROBE = "kvlink-probe"
+_PROBE = object()
+"""The name of a table for a moment. No request has it."""
 
 
 @dataclass(frozen=True, slots=True)

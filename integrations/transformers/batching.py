@@ -6,22 +6,27 @@ Block tables belong to the generation thread. Code that changes them runs there,
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
 import threading
 from bisect import bisect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, TransferError
 
+from ..request_guard import RequestGuard
+from ..request_names import printable
 from .attention import Table, attention_caches, check_served
-from .support import check_manager, check_processor
+from .jobs import Jobs
+from .request_ids import RequestIds
+from .support import check_manager, check_processor, num_embeddings
 
 _log = logging.getLogger("kvlink.transformers")
+_UNLIMITED = 1 << 31
+
+_T = TypeVar("_T")
 
 
 class Batching:
@@ -43,17 +48,38 @@ class Batching:
         self.scheduler = self.processor.scheduler
         self.cache = self.processor.cache
         self.outputs = manager.output_router
-        self.request_ids = RequestIds()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._posting, self._closed = threading.Lock(), False
+        self.num_embeddings = num_embeddings(manager.model)
+        self.request_ids = RequestIds(self.scheduler, manager.input_queue)
+        self.guard = RequestGuard(_log)
+        self.jobs = Jobs(self.guard, self.check_accepting, manager._wake_up_loop.set)
         self._hooked: list[tuple[Any, str]] = []
 
-    def paused(self) -> AbstractContextManager[Any]:
-        """Pauses the generation thread between two batches."""
-        pause: AbstractContextManager[Any] = (
-            self.manager.pause() if self.manager.is_running() else nullcontext()
-        )
-        return pause
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pauses the generation thread between two batches. If its loop is about to end, waits for that instead.
+
+        Raises ConfigError as `check_thread`.
+        """
+        self.check_thread()
+        thread = self.manager._generation_thread
+        with ExitStack() as pause:
+            if self.manager.is_running():
+                try:
+                    pause.enter_context(self.manager.pause())
+                except RuntimeError:  # the loop ended meanwhile
+                    thread.join()
+            yield
+
+    def check_thread(self) -> None:
+        """Raises ConfigError on the generation thread, which would wait for itself."""
+        if self.manager._generation_thread is threading.current_thread():
+            raise ConfigError("the generation thread cannot wait for itself; call this from another thread")
+
+    @property
+    def lives(self) -> bool:
+        """Whether the generation loop will run another round."""
+        status = self.manager.background_thread_status
+        return bool(self.manager.is_running() and status.local_status != status.STOPPED)
 
     def check_accepting(self) -> None:
         """Raises ConfigError if a request that is added now would never run."""
@@ -62,39 +88,41 @@ class Batching:
         if reason := self.manager.background_thread_status.can_accept_new_requests():
             raise ConfigError(f"the manager accepts no requests: {reason}")
 
-    def check_fits(self, request_id: str, num_tokens: int) -> None:
+    def why_ended(self) -> TransferError:
+        """Returns the error for work that the generation loop has left undone."""
+        error = self.manager.background_thread_status.fatal_error
+        if error is None:
+            return TransferError("the manager was stopped; start it and ask again")
+        return TransferError(
+            f"the generation loop ended: {error!r}; close this KVLinkHandoff, restart the manager, and make a new one"
+        )
+
+    def check_fits(self, request_id: str | None, num_tokens: int) -> None:
         """Raises ConfigError for a request that needs more than the whole cache.
 
         transformers would end its loop for it, and with it every other request.
         """
-        if self._num_sectors(num_tokens) > self.cache.num_sectors:
-            capacity = bisect(range(num_tokens), self.cache.num_sectors, key=self._num_sectors) - 1
+        if num_tokens > self.capacity:
             raise ConfigError(
-                f"request {request_id}: {num_tokens} tokens do not fit the cache of {capacity}; raise num_blocks, or "
-                "ask for fewer"
+                f"request {printable(request_id)}: {num_tokens} tokens do not fit the cache of {self.capacity}; raise "
+                "num_blocks, or ask for fewer"
             )
+
+    @cached_property
+    def capacity(self) -> int:
+        """The number of tokens that one request may have stored."""
+        return bisect(range(_UNLIMITED), self.cache.num_sectors, key=self._num_sectors) - 1
 
     def _num_sectors(self, num_tokens: int) -> int:
         return sum(cache.num_sectors(num_tokens) for cache in self.attention)
 
-    def post(self, job: Callable[[], None]) -> None:
-        """Queues `job` for the generation thread. Safe from any thread. Raises ConfigError after `close`."""
-        with self._posting:
-            if self._closed:
-                raise ConfigError("this KVLinkHandoff is closed; make a new one")
-            self._jobs.put(job)
-        self.manager._wake_up_loop.set()
-
-    def run_jobs(self) -> None:
-        """Runs the queued jobs, on the generation thread or while it is paused."""
-        while not self._jobs.empty():
-            _run(self._jobs.get_nowait())
-
-    def close(self) -> None:
-        """Runs the jobs that were posted before, and takes no more. The generation thread is paused or ended."""
-        with self._posting:
-            self._closed = True
-        self.run_jobs()
+    def guarded(self, kind: str, request_id: object, call: Callable[[], _T]) -> _T | None:
+        """Returns the result of `call`, or None if it raised. An exception would end the loop for all requests."""
+        try:
+            return call()
+        except Exception as error:
+            self.guard.caught(kind, request_id, error)
+            return None
 
     def hook(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replaces a method of one object by `replacement(original, …)`. Raises ConfigError if it is replaced."""
@@ -111,36 +139,16 @@ class Batching:
             delattr(*self._hooked.pop())
 
 
-class RequestIds:
-    """The ids of requests that were given to a handoff and have not ended.
+class TableName:
+    """The name of a block table of kvlink in transformers' cache. It differs from every id that a client can choose."""
 
-    Callers choose the ids, so two requests may have the same one; the second is refused. Safe from any thread.
-    """
+    __slots__ = ("_what",)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._taken: set[str] = set()
+    def __init__(self, what: str) -> None:
+        self._what = what
 
-    def reserve(self, request_id: str) -> None:
-        """Adds an id. Raises ConfigError if it is present."""
-        with self._lock:
-            if request_id in self._taken:
-                raise ConfigError(
-                    f"request {request_id} already runs here; give each request its own request_id"
-                )
-            self._taken.add(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Removes the id of a request that has ended. Idempotent."""
-        with self._lock:
-            self._taken.discard(request_id)
-
-
-def _run(job: Callable[[], None]) -> None:
-    try:
-        job()
-    except Exception:  # transformers would end all requests on an exception
-        _log.exception("a job of a handoff failed")
+    def __repr__(self) -> str:
+        return f"<{self._what} of kvlink>"
 
 
 class HeldBlocks:
@@ -150,30 +158,32 @@ class HeldBlocks:
     """
 
     def __init__(self, batching: Batching) -> None:
-        self._tables: list[dict[str, list[int]]] = [
+        self._tables: list[dict[Any, list[int]]] = [
             cache.allocator.block_table for cache in batching.attention
         ]
-        self._free: Callable[[str], None] = batching.cache.free_blocks
-        self._names = (f"kvlink-{number}" for number in itertools.count())
+        self._free: Callable[[Any], None] = batching.cache.free_blocks
         self.num_tables = 0
 
-    def has(self, request_id: str) -> bool:
+    def has(self, name: Any) -> bool:
         """Returns whether transformers' cache has a table of a request."""
-        return all(request_id in tables for tables in self._tables)
+        return all(name in tables for tables in self._tables)
 
-    def take(self, request_id: str) -> Table:
+    def take(self, name: Any) -> Table:
         """Removes a request's table from transformers' cache and returns it."""
+        table = tuple(tables[name] for tables in self._tables)
+        for tables in self._tables:
+            del tables[name]
         self.num_tables += 1
-        return tuple(tables.pop(request_id) for tables in self._tables)
+        return table
 
-    def give(self, request_id: str, table: Table) -> None:
+    def give(self, name: Any, table: Table) -> None:
         """Assigns a table to a request."""
-        self.num_tables -= 1
         for tables, blocks in zip(self._tables, table, strict=True):
-            tables[request_id] = blocks
+            tables[name] = blocks
+        self.num_tables -= 1
 
     def free(self, table: Table) -> None:
         """Frees the blocks of a table; blocks with a known prefix stay cached."""
-        name = next(self._names)
+        name = TableName("freed blocks")
         self.give(name, table)
         self._free(name)

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,22 +13,30 @@ from typing import Any
 
 from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.background import ControlThread
-from kvlink.errors import ConfigError
+from kvlink.errors import Cancelled, ConfigError
+from kvlink.runtime.supervised import keep_running
 
 from .attention import layouts_of
 from .batching import Batching, HeldBlocks
 from .fetching import Fetching
 from .handoff_message import Handoff, Prefix
+from .hooks import Hooks
 from .incoming import Incoming, Landed
+from .jobs import Job
+from .limits import checked_count, checked_eos
 from .memory import pool_of
 from .moving import Moving
 from .outgoing import Outgoing
+from .pulls import Pulls
 from .support import request_types
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Counts since the start. `held_tables` is the current number of block tables that wait for a lease or bytes."""
+    """Counts since the start. `held_tables` is the current number of block tables that wait for a lease or bytes.
+
+    `guarded` counts unexpected errors, each of which failed one request and is in the log.
+    """
 
     offered: int
     settled: int
@@ -43,6 +50,7 @@ class HandoffStats:
     fetched: int
     fetched_bytes: int
     held_tables: int
+    guarded: int
 
 
 class KVLinkHandoff:
@@ -71,8 +79,8 @@ class KVLinkHandoff:
         self._batching = Batching(manager)
         cache, config_of_model = self._batching.cache, manager.model.config.get_text_config()
         layouts = layouts_of(self._batching.attention, cache.cache_tensor, config_of_model, model)
-        self._numbers = itertools.count()
         self._refusing, self._num_refused = threading.Lock(), 0
+        self._closing, self._closed = threading.Lock(), False
         with ExitStack() as opened:
             with self._batching.paused():
                 pool = pool_of(cache, layouts)
@@ -85,15 +93,16 @@ class KVLinkHandoff:
             opened.callback(self._background.close)
             self._held = HeldBlocks(self._batching)
             self._outgoing = Outgoing(self._batching, self.worker, self._held)
-            self._incoming = Incoming(self._batching, self.worker, self._held, self._background)
+            pulls = Pulls(self.worker, self._batching.attention, self._batching.jobs, self._background)
+            self._incoming = Incoming(self._batching, self._held, pulls)
             self._moving = Moving(self._batching, self._held, self._outgoing, self._incoming)
-            self._fetching = Fetching(self._batching, self.worker, self._held, self._background)
+            self._fetching = Fetching(self._batching, self.worker, self._held, pulls)
             opened.callback(self._batching.unhook)
             with self._batching.paused():
-                self._hook()
-            self._background.submit(self._watch_leases())
+                Hooks(self._batching, self._held, self._outgoing, self._incoming, self._fetching).install()
+            watch = keep_running("transformers leases", self._watch_leases)
+            self._background.in_background(watch, "the leases of a handoff are not watched")
             opened.pop_all()
-        self._closed = False
 
     def __repr__(self) -> str:
         """Returns a description of the state."""
@@ -134,27 +143,31 @@ class KVLinkHandoff:
         and starts nothing, for a handoff that is malformed or does not match its ticket, for prompt and max_new_tokens
         that do not fit the cache, and for a request_id that already runs here.
         """
-        defaults = self._batching.manager.generation_config
         try:
-            state = request_types()[0](
-                request_id=f"handoff-{next(self._numbers)}" if request_id is None else request_id,
+            if not isinstance(handoff, Handoff):
+                raise ConfigError(
+                    f"submit takes a Handoff, not {type(handoff).__name__}; see Handoff.from_json"
+                )
+            defaults = self._batching.manager.generation_config
+            limit = checked_count(defaults.max_new_tokens if max_new_tokens is None else max_new_tokens)
+            if limit is None:  # it ends where the cache does; transformers would end its loop there
+                limit = self._batching.capacity - handoff.num_prompt + 1
+            new_state = partial(
+                request_types()[0],
                 initial_tokens=list(handoff.prompt),
-                max_new_tokens=handoff.remaining(
-                    defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-                ),
-                eos_token_id=defaults.eos_token_id if eos_token_id is None else eos_token_id,
+                max_new_tokens=handoff.remaining(limit),
+                eos_token_id=checked_eos(defaults.eos_token_id if eos_token_id is None else eos_token_id),
                 streaming=streaming,
                 record_timestamps=record_timestamps,
                 logit_processor_kwargs=logit_processor_kwargs,
                 logprobs=list(handoff.earlier_logprobs),
                 _true_initial_tokens=handoff.num_prompt if handoff.num_generated else 0,
             )
-            self._incoming.submit(state, handoff.open_ticket(), handoff)
+            return self._incoming.submit(new_state, request_id, handoff)
         except ConfigError:
             with self._refusing:
                 self._num_refused += 1
             raise
-        return str(state.request_id)
 
     def move(self, request_id: str) -> Future[Handoff]:
         """Ends a request that generates here, and offers it to another process, which goes on by `submit`.
@@ -167,8 +180,9 @@ class KVLinkHandoff:
     def share(self, source: str | Sequence[int]) -> Future[Prefix]:
         """Offers the whole blocks that are cached here of a running request, by its id, or of given tokens.
 
-        The request goes on. The future raises TransferError if nothing is cached. Raises ConfigError for a cache that
-        keeps no prefixes.
+        The request goes on. For a request that has no whole block yet, the future gives a Prefix without tokens, of
+        which `fetch` copies nothing. It raises TransferError for a request that does not run here, and if nothing is
+        cached of given tokens. Raises ConfigError for a cache that keeps no prefixes.
         """
         return self._moving.share(source)
 
@@ -183,7 +197,8 @@ class KVLinkHandoff:
 
     def abort(self, handoff: Handoff | Prefix) -> None:
         """Ends an offer of this process and frees its blocks. Raises UnknownRequest and ConfigError."""
-        self.worker.abort(Ticket.from_text(handoff.ticket).request_id)
+        if handoff.ticket:
+            self.worker.abort(Ticket.from_text(handoff.ticket).request_id)
 
     def stats(self) -> HandoffStats:
         """Returns the counts of handoffs."""
@@ -201,6 +216,7 @@ class KVLinkHandoff:
             fetched=self._fetching.num_fetched,
             fetched_bytes=self._fetching.num_bytes,
             held_tables=self._held.num_tables,
+            guarded=sum(self._batching.guard.counts.values()),
         )
 
     def newest(self) -> Landed | None:
@@ -208,60 +224,27 @@ class KVLinkHandoff:
         return self._incoming.newest
 
     def close(self) -> None:
-        """Ends offers and pulls, and restores the manager. Requests in progress are recomputed. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self.worker.close()
-        self._background.close()
-        with self._batching.paused():
-            self._batching.close()
-            self._batching.unhook()
-            self._outgoing.close()
-            self._incoming.close()
-            self._fetching.close()
+        """Ends offers and pulls, and restores the manager. Requests in progress are recomputed. Idempotent.
 
-    def _hook(self) -> None:
-        hook, parts = self._batching.hook, self._batching
-        hook(parts.processor, "prepare_next_batch", self._prepare)
-        hook(parts.scheduler, "schedule_batch", self._schedule)
-        hook(parts.cache, "free_blocks", self._free)
-        hook(parts.outputs, "deliver", self._deliver)
-        hook(parts.outputs, "deliver_batch", self._deliver_batch)
+        Raises ConfigError on the generation thread.
+        """
+        self._batching.check_thread()
+        with self._closing:
+            if not self._closed:
+                self.worker.close()
+                self._background.close()
+                with self._batching.paused():
+                    self._batching.unhook()
+                    self._batching.jobs.close(lambda: Cancelled("the handoff was closed"))
+                    for part in (self._outgoing, self._incoming, self._fetching):
+                        self._batching.guarded("close", None, part.close)
+                self._closed = True
 
     async def _watch_leases(self) -> None:
         async for event in self.worker.watch_events():
-            self._batching.post(partial(self._outgoing.ended, event))
+            ended = partial(self._outgoing.ended, event)
+            self._batching.jobs.tell(Job("end of a lease", event.request_id, ended, _ignore, is_event=True))
 
-    # The following methods replace methods of transformers, on the generation thread.
 
-    def _prepare(self, prepare: Callable[[], bool]) -> bool:
-        self._batching.run_jobs()
-        self._incoming.admit()
-        return prepare()
-
-    def _free(self, free: Callable[[str, bool], None], request_id: str, no_cache: bool = False) -> None:
-        if not self._outgoing.keep(request_id):
-            self._incoming.forget(request_id)
-            free(request_id, no_cache)
-
-    def _deliver(self, deliver: Callable[[Any], None], output: Any) -> None:
-        if not self._outgoing.deliver(output):
-            deliver(output)
-
-    def _deliver_batch(self, deliver_batch: Callable[[list[Any]], None], outputs: list[Any]) -> None:
-        deliver_batch([output for output in outputs if not self._outgoing.deliver(output)])
-
-    def _schedule(self, schedule: Callable[..., Any], *budgets: int) -> Any:
-        """Schedules a batch. A cache that is full only because kvlink holds blocks is no error: they become free."""
-        scheduled = schedule(*budgets)
-        if scheduled[0] is None and self._waits_for_blocks():
-            if self._batching.cache.evict_cached_blocks():
-                scheduled = schedule(*budgets)
-            if scheduled[0] is None:
-                scheduled = ([], *scheduled[1:])
-        return scheduled
-
-    def _waits_for_blocks(self) -> bool:
-        """Returns whether starved requests wait for blocks that kvlink holds. Of two, transformers preempts one."""
-        return self._held.num_tables > 0 and len(self._batching.scheduler.starved_requests) < 2
+def _ignore(_: Exception) -> None:
+    """Leaves an error to the log: no request is concerned."""

@@ -6,18 +6,22 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import index
 from typing import Any
 
 from kvlink.errors import ConfigError
 from kvlink.ticket import Ticket
 
+from ..request_names import printable
+
 _MAX_JSON_BYTES = 64 << 20
 _FIELDS = {"ticket", "prompt", "first_token", "first_logprob"}
 _MOVED = {"num_generated", "earlier_logprobs"}
 _NO_TOKEN = -(1 << 40)  # in place of a first token
+_MAX_LOGPROB = 1 << 30  # of one that is written without a point
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,20 @@ class Handoff:
     num_generated: int = 0
     earlier_logprobs: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for fields that no process can have made, so that the rest of kvlink may use them."""
+        if not isinstance(self.prompt, tuple) or not isinstance(self.earlier_logprobs, tuple):
+            raise ConfigError("the handoff is malformed: prompt and log probabilities must be tuples")
+        logprobs = [*self.earlier_logprobs] + ([] if self.first_logprob is None else [self.first_logprob])
+        if not isinstance(self.ticket, str) or not all(map(_is_logprob, logprobs)):
+            raise ConfigError(
+                "the handoff is malformed: ticket must be text, and log probabilities must be numbers"
+            )
+        check_tokens([*self.prompt, self.first_token])
+        is_count = type(self.num_generated) is int
+        if not is_count or not len(self.earlier_logprobs) <= self.num_generated < max(len(self.prompt), 1):
+            raise ConfigError("the handoff is malformed: num_generated does not match the prompt")
+
     def to_json(self) -> str:
         """Returns one JSON object. Earlier versions of kvlink read that of a request that was not moved."""
         fields = asdict(self)
@@ -48,24 +66,18 @@ class Handoff:
     def from_json(cls, text: str) -> Handoff:
         """Parses text of a peer. Raises ConfigError for anything that `to_json` cannot have written."""
         fields = _parsed(text, _FIELDS, _MOVED)
-        logprobs = [fields["first_logprob"], *_listed(fields, "earlier_logprobs")]
-        if (
-            not all(isinstance(logprob, (float, int, type(None))) for logprob in logprobs)
-            or None in logprobs[1:]
-        ):
-            raise ConfigError("the handoff is malformed: log probabilities must be numbers")
-        prompt, num_generated = _listed(fields, "prompt"), fields.get("num_generated", 0)
-        check_tokens([*prompt, fields["first_token"]])
-        if type(num_generated) is not int or not len(logprobs) - 1 <= num_generated < max(len(prompt), 1):
-            raise ConfigError("the handoff is malformed: num_generated does not match the prompt")
         return cls(
             fields["ticket"],
-            tuple(prompt),
+            _listed(fields, "prompt"),
             fields["first_token"],
-            logprobs[0],
-            num_generated,
-            tuple(logprobs[1:]),
+            fields["first_logprob"],
+            fields.get("num_generated", 0),
+            _listed(fields, "earlier_logprobs"),
         )
+
+    def with_ticket(self, ticket: str) -> Handoff:
+        """Returns the same request with a ticket."""
+        return replace(self, ticket=ticket)
 
     @property
     def num_prompt(self) -> int:
@@ -82,17 +94,25 @@ class Handoff:
 
     def open_ticket(self) -> Ticket:
         """Returns the ticket if it was made for these tokens. Raises ConfigError otherwise."""
-        check_tokens([*self.prompt, self.first_token])
         mark = fingerprint(self.prompt, self.first_token, self.num_generated)
         return _opened(self.ticket, mark, "give the prompt to manager.add_request")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The start of a text, in whole blocks that another process may copy. It is secret like its ticket."""
+    """The start of a text, in whole blocks that another process may copy. It is secret like its ticket.
+
+    It has no tokens and no ticket if there was no whole block to copy.
+    """
 
     ticket: str
     tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for fields that no process can have made, so that the rest of kvlink may use them."""
+        if not isinstance(self.ticket, str) or not isinstance(self.tokens, tuple):
+            raise ConfigError("the prefix is malformed: ticket must be text, and tokens a tuple")
+        check_tokens(self.tokens)
 
     def to_json(self) -> str:
         """Returns one JSON object."""
@@ -102,21 +122,18 @@ class Prefix:
     def from_json(cls, text: str) -> Prefix:
         """Parses text of a peer. Raises ConfigError for anything that `to_json` cannot have written."""
         fields = _parsed(text, {"ticket", "tokens"})
-        tokens = _listed(fields, "tokens")
-        check_tokens(tokens)
-        return cls(fields["ticket"], tuple(tokens))
+        return cls(fields["ticket"], _listed(fields, "tokens"))
 
     def open_ticket(self) -> Ticket:
         """Returns the ticket if it was made for these tokens. Raises ConfigError otherwise."""
-        check_tokens(self.tokens)
         return _opened(self.ticket, prefix_mark(self.tokens), "leave it out")
 
 
 def _parsed(
     text: str, required: AbstractSet[str], optional: AbstractSet[str] = frozenset()
 ) -> dict[str, Any]:
-    if len(text) > _MAX_JSON_BYTES:
-        raise ConfigError("the handoff is malformed: it is too long")
+    if not isinstance(text, str) or len(text) > _MAX_JSON_BYTES:
+        raise ConfigError(f"the handoff is malformed: it must be text of at most {_MAX_JSON_BYTES} bytes")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -126,26 +143,38 @@ def _parsed(
             f"the handoff is malformed: it must have the fields {', '.join(sorted(required))}; both ends must run "
             "versions of kvlink that know its fields"
         )
-    if not isinstance(fields["ticket"], str):
-        raise ConfigError("the handoff is malformed: ticket must be text")
     return fields
 
 
-def _listed(fields: dict[str, Any], name: str) -> list[Any]:
+def _listed(fields: dict[str, Any], name: str) -> tuple[Any, ...]:
     value = fields.get(name, [])
     if not isinstance(value, list):
         raise ConfigError(f"the handoff is malformed: {name} must be a list")
-    return value
+    return tuple(value)
+
+
+def _is_logprob(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _MAX_LOGPROB)
 
 
 def _opened(text: str, mark: str, instead: str) -> Ticket:
     ticket = Ticket.from_text(text)
     if not ticket.request_id.endswith(mark):
         raise ConfigError(
-            f"the ticket of {ticket.request_id} was made for other tokens: the router mixed handoffs up; submit each "
-            f"as it was returned, or {instead}"
+            f"the ticket of {printable(ticket.request_id)} was made for other tokens: the router mixed handoffs up; "
+            f"submit each as it was returned, or {instead}"
         )
     return ticket
+
+
+def token_ids(tokens: Iterable[Any]) -> list[int]:
+    """Returns token ids of a caller, such as a tensor, as integers. Raises ConfigError for anything else."""
+    try:
+        ids = [index(token) for token in tokens]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"token ids must be whole numbers: {error}") from None
+    check_tokens(ids)
+    return ids
 
 
 def check_tokens(tokens: Sequence[int]) -> None:

@@ -15,17 +15,19 @@ RAN_WITH = "5.19.0 and 5.23.0"
 _REQUESTS = "transformers.generation.continuous_batching.requests"
 
 _MANAGER = (
-    "add_request batch_processor background_thread_status.can_accept_new_requests _create_batch_processor "
-    "distributed_helper.tp_size generation_config is_running model.config.get_text_config num_return_sequences "
-    "output_router.deliver output_router.deliver_batch output_router.fail_and_deliver pause _wake_up_loop.set"
+    "batch_processor background_thread_status.can_accept_new_requests background_thread_status.fatal_error "
+    "background_thread_status.local_status background_thread_status.mark_as_stopped background_thread_status.STOPPED "
+    "_create_batch_processor distributed_helper.tp_size generation_config _generation_thread input_queue.mutex "
+    "input_queue.queue is_running model.config.get_text_config num_return_sequences output_router.deliver "
+    "output_router.deliver_batch output_router.fail_and_deliver pause _wake_up_loop.set"
 )
 _PROCESSOR = (
-    "prepare_next_batch use_async_batching logit_processor.check_kwargs scheduler.active_requests "
+    "has_pending_requests prepare_next_batch use_async_batching logit_processor.check_kwargs scheduler.active_requests "
     "scheduler.waiting_requests scheduler.add_waiting_request scheduler.finish_request scheduler.schedule_batch "
-    "scheduler.starved_requests scheduler._try_to_meet_safety_margin cache.bytes_per_sector cache.cache_allocators "
-    "cache.cache_tensor cache.can_store_request_tokens cache.evict_cached_blocks cache.free_blocks "
-    "cache.mark_complete_blocks cache.num_sectors cache.pool.num_free_sectors cache.pool.try_to_free_sectors "
-    "cache.search_prefix_match cache.use_prefix_sharing"
+    "scheduler.set_request_cancellation scheduler.starved_requests scheduler._try_to_meet_safety_margin "
+    "cache.bytes_per_sector cache.cache_allocators cache.cache_tensor cache.can_store_request_tokens "
+    "cache.evict_cached_blocks cache.free_blocks cache.mark_complete_blocks cache.num_sectors "
+    "cache.pool.num_free_sectors cache.pool.try_to_free_sectors cache.search_prefix_match cache.use_prefix_sharing"
 )
 _STATE = (
     "_true_initial_tokens create_equivalent_initial_request generated_tokens initial_tokens logprobs position_offset "
@@ -59,6 +61,12 @@ def check_manager(manager: Any) -> None:
 def check_processor(processor: Any) -> None:
     """Raises ConfigError for the batch processor of a release of transformers that lacks what kvlink uses."""
     require("ContinuousBatchProcessor", processor, _PROCESSOR)
+
+
+def num_embeddings(model: Any) -> int:
+    """Returns how many token ids a model can read. Others raise in its forward pass, which ends the loop."""
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return int(model.config.get_text_config().vocab_size if embeddings is None else embeddings)
 
 
 def require(what: str, found: Any, names: str) -> None:

@@ -100,11 +100,13 @@ def test_transformers_hand_a_request_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.verify
-def test_a_request_of_transformers_moves() -> None:
+@pytest.mark.parametrize(("page_size", "num_copied"), [(16, 1), (256, 0)])
+def test_a_request_of_transformers_moves(page_size: int, num_copied: int) -> None:
+    """The page's own page size is more than this request has tokens, so that there is nothing to copy."""
     pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
     from kvlink.demo.model import tiny_llama
-    from kvlink.integrations.transformers import Handoff, KVLinkHandoff, Prefix
+    from kvlink.integrations.transformers import KVLinkHandoff
 
     prompt, num_new = list(range(1, 40)), 128
     with ExitStack() as opened:
@@ -113,7 +115,7 @@ def test_a_request_of_transformers_moves() -> None:
             manager = tiny_llama().init_continuous_batching(
                 transformers.GenerationConfig(do_sample=False, eos_token_id=-1),
                 transformers.generation.ContinuousBatchingConfig(
-                    page_size=16, num_blocks=64, max_batch_tokens=64
+                    page_size=page_size, num_blocks=1024 // page_size, max_batch_tokens=64
                 ),
             )
             ends.append(opened.enter_context(KVLinkHandoff(manager, name)))
@@ -126,9 +128,9 @@ def test_a_request_of_transformers_moves() -> None:
         active = managers[0].batch_processor.scheduler.active_requests
         eventually(lambda: "moves" in active and len(active["moves"].generated_tokens) > 20)
         names: dict[str, Any] = {"source": ends[0], "target": ends[1], "request_id": "moves"}
-        exec(program(TRANSFORMERS, 1), names | {"Handoff": Handoff, "Prefix": Prefix}, names)
+        exec(program(TRANSFORMERS, 1), names)
         assert managers[1].get_result(names["moved_id"]).generated_tokens == expected
-        assert ends[1].stats().fetched == 1
+        assert ends[1].stats().fetched == num_copied
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("json"))

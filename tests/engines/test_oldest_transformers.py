@@ -19,7 +19,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["transformers", "transformers_rings", "transformers_windows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformers",
+        "transformers_rings",
+        "transformers_windows",
+        "transformers_hostile",
+        "transformers_ends",
+    ],
+)
 def test_all_of_its_tests_pass(name: str) -> None:
     # -P: the kvlink that is installed, and not this checkout's.
     pytest_of_its_own = [str(PYTHON), "-P", "-m", "pytest"]

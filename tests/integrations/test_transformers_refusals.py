@@ -129,21 +129,6 @@ def test_a_prefill_takes_its_id_too(peers: tuple[Peer, Peer]) -> None:
     large.handoff.abort(handoff)
 
 
-def test_a_request_of_the_managers_own_is_not_offered_for_a_prefill_of_its_name(
-    peers: tuple[Peer, Peer],
-) -> None:
-    """Whoever names two requests alike gets no wrong block for it."""
-    large, small = peers
-    own, other = prompt_of(50), prompt_of(40)
-    outgoing, offered = small.handoff._outgoing, small.handoff.stats().offered
-    with small.manager.pause():
-        small.manager.add_request(own, "one", max_new_tokens=2)
-        outgoing._prefills["one"] = type("Prefill", (), {"prompt": tuple(other)})()
-    assert small.tokens("one") == large.computed(own, max_new_tokens=2)
-    assert small.handoff.stats().offered == offered
-    del outgoing._prefills["one"]
-
-
 def test_other_attention_types_are_refused_by_name() -> None:
     """transformers refuses them, too, unless a later release has them."""
     model = tiny_llama()

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call of a transformers handoff ends when the loop, the manager or the handoff does, and no error of one request
+reaches another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
+pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
+allocators = pytest.importorskip(
+    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
+)
+if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
+    pytest.skip("transformers is older than 5.19", allow_module_level=True)
+
+from stepped_batching import MAX_NEW, Stepped, expected, reference  # noqa: E402
+from waiting import eventually  # noqa: E402
+
+from kvlink.errors import Cancelled, ConfigError, TransferError  # noqa: E402
+from kvlink.integrations.transformers import Prefix  # noqa: E402
+
+pytestmark = pytest.mark.timeout(120)
+
+LONG, OTHER = tuple(range(20)), tuple(range(30, 45))
+
+
+class Pair:
+    """`there` has offered LONG, as a handoff and as a prefix, and `here` runs one request of its own."""
+
+    def __init__(self) -> None:
+        self.here, self.there = Stepped("here"), Stepped("there", page_size=8, num_blocks=12)
+        self.handoff = self.resolved(self.there, self.there.handoff.prefill(LONG))
+        self.there.manager.add_request(list(LONG), max_new_tokens=2)  # the prompt of a prefill is not cached
+        self.there.until(lambda: self.there.outputs)
+        self.prefix = self.resolved(self.there, self.there.handoff.share(LONG[:16]))
+        self.here.manager.add_request(list(OTHER), "own", max_new_tokens=MAX_NEW)
+        self.here.step()
+
+    @staticmethod
+    def resolved(peer: Stepped, future: Any) -> Any:
+        peer.until(future.done)
+        return future.result()
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        handoff = self.here.handoff
+        return {
+            "move": partial(handoff.move, "own"),
+            "share": partial(handoff.share, "own"),
+            "fetch": partial(handoff.fetch, self.prefix),
+            "prefill": partial(handoff.prefill, LONG, "prefilled"),
+            "submit": partial(handoff.submit, self.handoff, "submitted", max_new_tokens=3),
+        }
+
+    def answer(self, request_id: str) -> Any:
+        answers = [output for output in self.here.outputs if output.request_id == request_id]
+        assert len(answers) == 1, (request_id, answers)
+        return answers[0]
+
+    def hold_pulls(self) -> threading.Event:
+        """Keeps pulls from starting until the event is set."""
+        released, held = threading.Event(), threading.Event()
+
+        async def block() -> None:
+            held.set()
+            released.wait()
+
+        self.here.handoff._background.in_background(block(), "the test's block")
+        held.wait()
+        return released
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+    for peer in (pair.here, pair.there):
+        assert peer.used() == 0
+        assert peer.handoff.stats().held_tables == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_reference() -> Iterator[None]:
+    with reference():
+        yield
+
+
+@pytest.mark.parametrize("name", ["move", "share", "fetch", "prefill"])
+def test_a_future_ends_when_the_model_raises_before_its_job_runs(pair: Pair, name: str) -> None:
+    futures: list[Any] = []
+    pair.here.in_forward = lambda: futures.append(pair.calls()[name]())
+    pair.here.fails_next = True
+    pair.here.step()
+    assert not pair.here.manager.is_running()
+    with pytest.raises(TransferError, match=r"ModelFailed.*close this KVLinkHandoff, restart the manager"):
+        futures[0].result(0)
+    with pytest.raises(ConfigError, match="the manager accepts no requests"):
+        pair.calls()[name]()
+
+
+def test_a_submitted_request_is_answered_when_the_model_raises_before_it_begins(pair: Pair) -> None:
+    pair.here.in_forward = pair.calls()["submit"]
+    pair.here.fails_next = True
+    pair.here.step()
+    pair.here.outputs += pair.here._drained()
+    assert "ModelFailed" in pair.answer("submitted").error
+
+
+def test_a_fetch_ends_when_the_model_raises_while_it_pulls(pair: Pair) -> None:
+    released = pair.hold_pulls()
+    future = pair.here.handoff.fetch(pair.prefix)
+    pair.here.step()
+    assert pair.here.handoff.stats().held_tables == 1
+    pair.here.fails_next = True
+    pair.here.step()
+    with pytest.raises(TransferError, match="ModelFailed"):
+        future.result(0)
+    released.set()
+
+
+def test_a_stopping_manager_waits_for_a_fetch_and_for_queued_calls(pair: Pair) -> None:
+    released = pair.hold_pulls()
+    future = pair.here.handoff.fetch(pair.prefix)
+    pair.here.step()
+    stopping = threading.Thread(target=pair.here.manager.stop)
+    stopping.start()
+    eventually(lambda: pair.here.manager.background_thread_status.local_status)
+    for _ in range(3 * MAX_NEW):
+        pair.here.step()
+    assert pair.here.manager.is_running(), "it left the fetch"
+    released.set()
+    pair.here.until(lambda: False)
+    stopping.join()
+    assert future.result(0) == 16
+
+
+def test_a_hard_stop_ends_a_fetch_at_once(pair: Pair) -> None:
+    released = pair.hold_pulls()
+    future = pair.here.handoff.fetch(pair.prefix)
+    pair.here.step()
+    pair.here.stop(hard_stop=True)
+    with pytest.raises(TransferError, match="the manager was stopped"):
+        future.result(0)
+    released.set()
+
+
+def test_calls_end_when_the_handoff_closes_before_their_jobs_run(pair: Pair) -> None:
+    """A submitted request is computed here instead. No pull starts on a closed thread."""
+    futures = {name: call() for name, call in pair.calls().items() if name != "move"}
+    submitted = futures.pop("submit")
+    pair.here.during(pair.here.handoff.close)
+    for name, future in futures.items():
+        if name == "fetch" and future.exception() is None:
+            continue  # its pull was over first
+        assert future.done(), name
+    pair.here.until(lambda: len(pair.here.outputs) == 2)
+    assert list(pair.answer(submitted).generated_tokens) == expected(LONG, 3)
+    assert list(pair.answer("own").generated_tokens) == expected(OTHER)
+    for call in pair.calls().values():
+        with pytest.raises(ConfigError):
+            call()
+
+
+def test_a_handoff_closes_although_nothing_was_started() -> None:
+    peer = Stepped("idle")
+    peer.stop(keep_for_next_session=True)
+    peer.manager.background_thread_status.clear()  # as before a start
+    future = peer.handoff.prefill(LONG)
+    peer.handoff.close()
+    with pytest.raises(Cancelled, match="the handoff was closed"):
+        future.result(0)
+
+
+def test_a_loop_that_dies_while_the_handoff_closes_does_not_leave_it_open(pair: Pair) -> None:
+    """The pause that `close` asks for never comes then."""
+    future = pair.here.handoff.prefill(LONG)
+    status = pair.here.manager.background_thread_status
+    pair.here.in_forward = lambda: eventually(status.is_pause_requested)
+    pair.here.fails_next = True
+    pair.here.during(pair.here.handoff.close)
+    assert future.done()
+    assert not pair.here.manager.is_running()
+    assert "closed" in repr(pair.here.handoff)
+
+
+def test_a_callback_on_the_generation_thread_may_not_wait_for_it(pair: Pair) -> None:
+    raised: list[BaseException] = []
+
+    def close(_: object) -> None:
+        try:
+            pair.here.handoff.close()
+        except ConfigError as error:
+            raised.append(error)
+
+    future = pair.here.handoff.prefill(LONG)
+    future.add_done_callback(close)
+    pair.here.until(lambda: raised)
+    assert "another thread" in str(raised[0])
+
+
+@pytest.mark.parametrize("where", ["search_prefix_match", "can_store_request_tokens", "mark_complete_blocks"])
+def test_an_unexpected_error_fails_the_request_it_concerns_and_no_other(
+    pair: Pair, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, original = pair.here.handoff._batching.cache, getattr(pair.here.handoff._batching.cache, where)
+
+    def raise_for_one(subject: Any, *arguments: Any) -> Any:
+        name = subject if isinstance(subject, str) else subject.request_id
+        if name == "submitted" and pair.here.manager._generation_thread is threading.current_thread():
+            monkeypatch.undo()
+            raise RuntimeError("nobody expects this")
+        return original(subject, *arguments)
+
+    monkeypatch.setattr(cache, where, raise_for_one)
+    pair.calls()["submit"]()
+    pair.here.until(lambda: len(pair.here.outputs) == 2)
+    assert "nobody expects this" in pair.answer("submitted").error
+    assert list(pair.answer("own").generated_tokens) == expected(OTHER)
+    assert pair.here.handoff.stats().guarded == 1
+    pair.here.handoff.submit(pair.handoff, "submitted", max_new_tokens=3)  # its id is free again
+    pair.here.until(lambda: len(pair.here.outputs) == 3)
+    assert list(pair.here.outputs[2].generated_tokens) == expected(LONG, 3)
+
+
+@pytest.mark.parametrize("where", ["search_prefix_match", "can_store_request_tokens", "mark_complete_blocks"])
+def test_an_unexpected_error_ends_the_fetch_it_concerns(
+    pair: Pair, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("nobody expects this")
+
+    pair.here.until(lambda: pair.here.outputs)  # so that only the fetch comes here
+    monkeypatch.setattr(pair.here.handoff._batching.cache, where, fail)
+    future = pair.here.handoff.fetch(pair.prefix)
+    pair.here.until(future.done)
+    with pytest.raises(RuntimeError, match="nobody expects this"):
+        future.result(0)
+    assert pair.here.manager.is_running()
+
+
+def test_an_offer_that_cannot_be_made_fails_its_prefill_and_frees_its_blocks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr(pair.here.handoff.worker, "offer", fail)
+    future = pair.calls()["prefill"]()
+    pair.here.until(future.done)
+    with pytest.raises(RuntimeError, match="nobody expects this"):
+        future.result(0)
+    moved = pair.here.handoff.move("own")
+    pair.here.until(moved.done)
+    pair.here.until(lambda: pair.here.outputs)
+    assert list(pair.answer("own").generated_tokens) == expected(OTHER)
+
+
+def test_one_lease_whose_end_raises_does_not_stop_the_watch_of_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outgoing, original = pair.there.handoff._outgoing, pair.there.handoff._outgoing.ended
+    seen: list[Any] = []
+
+    def ended(event: Any) -> None:
+        seen.append(event)
+        original(event)
+        if len(seen) == 1:
+            raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr(outgoing, "ended", ended)
+    for message in (pair.handoff, pair.prefix):
+        pair.there.handoff.abort(message)
+        pair.there.until(lambda: len(seen) > 0)
+    pair.there.until(lambda: len(seen) == 2)
+    assert pair.there.handoff.stats().held_tables == 0
+
+
+def test_a_client_whose_event_loop_is_closed_costs_nobody_else_an_answer(pair: Pair) -> None:
+    async def register() -> None:
+        pair.here.manager.register_result_handler("gone", print)
+
+    asyncio.run(register())  # and its loop is closed
+    pair.here.manager.add_request(list(LONG), "gone", max_new_tokens=2)
+    pair.here.until(lambda: pair.here.outputs)
+    assert list(pair.answer("own").generated_tokens) == expected(OTHER)
+    assert pair.here.handoff.stats().guarded == 1
+
+
+def test_a_share_of_a_request_without_a_whole_block_gives_an_empty_prefix(pair: Pair) -> None:
+    pair.here.until(lambda: pair.here.outputs)
+    pair.here.manager.add_request([1], "short", max_new_tokens=MAX_NEW)
+    pair.here.step()
+    prefix = Prefix.from_json(pair.resolved(pair.here, pair.here.handoff.share("short")).to_json())
+    assert prefix == Prefix("", ())
+    assert pair.there.handoff.fetch(prefix).result(0) == 0
+    pair.here.handoff.abort(prefix)
+    with pytest.raises(TransferError, match="no whole block"):
+        pair.resolved(pair.here, pair.here.handoff.share((60, 61)))
