@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came from outside is parsed and compared once: ids of requests, parameters, handoffs of other servers."""
+"""Ids of requests, parameters and handoffs of other servers are parsed and compared once."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from kvlink.transfer.pull import Pull
 
 
 class Strange(Exception):
-    """Of a type that no code names."""
+    """No code names this type."""
 
 
 RANK = {
@@ -153,7 +153,7 @@ WITH_ALL = [LAYOUTS.index(one) for one in (STREAMING, {"bidirectional": True})]
 
 
 FOLLOWED = ("class", "following", "_add")
-"""What follows parts depends on how fast the coordinator answers."""
+"""How far a reader follows parts depends on how fast the coordinator answers."""
 REACHED: set[tuple[str, str, str, str]] = set()
 
 
@@ -194,7 +194,7 @@ def test_one_of_any_requests_pays(
 
 
 def test_a_lease_that_cannot_be_ended_now_is_ended_later(pairs: Pairs) -> None:
-    """Of one rank of two; the blocks stay until both have said so."""
+    """One rank of two fails, and the blocks stay until both have said so."""
     with Server("p", tp_size=2) as server:
         engine = Engine(server)
         engine.add(request("r", list(range(9)), ASK_PREFILL), ask=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's engine does around the connector, and what it insists on: blocks, states of requests, counted results.
+"""Does what vLLM's engine does around the connector: blocks, states of requests, counted results.
 
 An id that nobody waits for, or that is reported twice, ends vLLM's engine, and is an AssertionError here. Blocks that
 are freed get other content in the next step, as if another request had them.

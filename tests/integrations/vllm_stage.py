@@ -113,7 +113,7 @@ class Scene:
         return f"{self.stories[index].id}{self.pair.number}-{index}{kind}"
 
     def asked(self, index: int) -> Params:
-        """What the router adds. It chooses a new name for each request."""
+        """Returns what the router adds. It chooses a new name for each request."""
         return {
             key: f"{value}{self.pair.number}-{index}"
             if key == STREAM and isinstance(value, str) and value
@@ -197,7 +197,7 @@ class Scene:
         self.engines["p"].add(asks, ask=True)
 
     def compare(self) -> None:
-        """What was loaded by an honest handoff is what was computed."""
+        """Compares what was loaded by an honest handoff with what was computed."""
         engine = self.engines["d"]
         for name in engine.loaded:
             live = engine.live.get(name)
@@ -257,7 +257,7 @@ def settled(engine: Engine) -> bool:
 
 
 def left(engine: Engine, slots: int) -> dict[str, Any]:
-    """What a server still holds of requests that are over."""
+    """Returns what a server still holds of requests that are over."""
     scheduler = engine.server.scheduler
     incoming, tables = scheduler.incoming, [rank._leases for rank in engine.server.ranks]
     held = {
