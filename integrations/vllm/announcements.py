@@ -21,6 +21,7 @@ from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
 from kvlink.runtime.supervised import survived
 from kvlink.tracing import TraceParent
 
+from ..request_names import name_of, printable
 from .handoff import Owner
 from .handoff_parts import Part
 
@@ -126,7 +127,7 @@ class Announcements:
             with tracing.joined(trace):
                 await self._coordinator_client().offer(offer)
         except KVLinkError as error:
-            _log.warning("not announced request=%s error=%s", offer.request_id, error)
+            _log.warning("not announced request=%s error=%s", printable(offer.request_id), error)
             raise
         except Exception as error:
             survived("announcements", error)
@@ -160,7 +161,8 @@ class Announcements:
                 )
             except ValueError:
                 raise ConfigError(
-                    f"{name} is announced by several servers; let the router choose a new name for each request"
+                    f"{printable(name)} is announced by several servers; let the router choose a new name for each "
+                    "request"
                 ) from None
             except UnknownRequest:
                 if left_s <= _CLAIM_S:
@@ -180,4 +182,5 @@ class Announcements:
 
 
 def _numbered(name: str, number: int) -> str:
-    return f"{name}/{number}"
+    """Returns the name of a part, which the coordinator takes whatever the router's name is."""
+    return name_of(f"{name}/{number}")

@@ -7,7 +7,6 @@ Routers pass the dict on and may turn numbers into floats, so everything of kvli
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import hashlib
 import json
@@ -16,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlink.addresses import can_be_dialled, split_address
+from kvlink.addresses import joined as host_and_port
 from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
+from kvlink.names import MAX_NAME_BYTES
 from kvlink.prefix_digests import PrefixDigests
-from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket
+from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
 from kvlink.transfer.group_ids import joined
 from kvlink.types import ReadyUnit
@@ -32,6 +34,8 @@ KEY = "kvlink"
 _SIGNATURE = "signature"
 _MAX_OWNERS = 1024
 _DIGEST_BYTES = 16
+_MAX_TOKENS = 2**31 - 1
+_MAX_EPOCH = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class RankInfo:
     """By cache group, the tokens of vLLM in a block of the pool, or 0 for states."""
     kernel_blocks: tuple[int, ...]
     """By cache group, the number of these blocks in one of the scheduler's."""
+    token_units: tuple[int, ...]
+    """By cache group, the `CacheGroup.token_unit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +188,9 @@ class Handoff:
             given = params[KEY]
             check_signature(given)
             return _parse(given)
-        except (KeyError, TypeError, ValueError, RecursionError, binascii.Error) as error:
-            raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {error!r}") from None
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error!s:.120}"
+            raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {why}") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -247,7 +254,24 @@ def _list(value: Any, most: int) -> list[Any]:
 
 def _owner(value: Any) -> Owner:
     worker_id, epoch, agent = map(_text, _list(value, 3))
-    return Owner(worker_id, int(epoch), agent)
+    owner = Owner(worker_id, int(epoch), agent)
+    if not _is_worker(worker_id) or not 0 <= owner.epoch <= _MAX_EPOCH:
+        raise ValueError("an owner that no worker can be")
+    if not _is_address(agent):
+        raise ValueError("an owner at an address that cannot be dialled")
+    return owner
+
+
+def _is_worker(name: str) -> bool:
+    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
+
+
+def _is_address(agent: str) -> bool:
+    try:
+        host, port = split_address(agent)
+    except ConfigError:
+        return False
+    return len(agent) <= MAX_NAME_BYTES and host_and_port(host, port) == agent and can_be_dialled(host)
 
 
 def _blocks_of(text: str) -> array[int]:
@@ -258,16 +282,36 @@ def _blocks_of(text: str) -> array[int]:
     return blocks
 
 
+def _sizes(text: str, groups: Sequence[array[int]], num_tokens: int) -> tuple[int, ...]:
+    """Returns the tokens in a block of each group, whose blocks hold at most 2^31 - 1 tokens. A state is one block."""
+    sizes = tuple(map(int, text.split(",", MAX_GROUPS)))
+    if len(sizes) != len(groups) or not 1 <= num_tokens <= _MAX_TOKENS:
+        raise ValueError("not one size of blocks for each group, or an impossible number of tokens")
+    for size, ids in zip(sizes, groups, strict=True):
+        if not 0 <= size <= _MAX_TOKENS or len(ids) * size > _MAX_TOKENS or (size == 0 and len(ids) > 1):
+            raise ValueError("blocks of an impossible size")
+    return sizes
+
+
 def _parse(given: Mapping[str, Any]) -> Handoff:
-    first = Ticket.from_text(_text(given["ticket"]))
+    try:
+        first = Ticket.from_text(_text(given["ticket"]))
+        check_request_id(first.request_id)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
-    groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS)))
-    sizes, prompt = _text(given["block_tokens"]).split(",", MAX_GROUPS), _text(given["prompt"])
-    block_tokens = tuple(map(int, sizes))
-    if len(block_tokens) != len(groups) or not all(0 <= size < 2**32 for size in block_tokens):
-        raise ValueError("blocks of an impossible size, or not one for each group")
-    if not owners or first.num_tokens < 1 or len(prompt) != 2 * _DIGEST_BYTES:
-        raise ValueError("no owners, no tokens, or no digest")
+    groups = (
+        first.block_ids,
+        *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS - 1)),
+    )
+    block_tokens, prompt = (
+        _sizes(_text(given["block_tokens"]), groups, first.num_tokens),
+        _text(given["prompt"]),
+    )
+    if not owners or len(prompt) != 2 * _DIGEST_BYTES or sum(map(len, groups)) > MAX_BLOCKS:
+        raise ValueError("no owners, no digest, or too many blocks")
+    if not first.request_id.isprintable():  # logs show it
+        raise ValueError("a request id that no server writes")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace, first.digests,
