@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.sglang.messages import CHUNK, WANT, Chunk, Want
+from kvlink.integrations.sglang.messages import CHUNK, FAILED, WANT, Chunk, Failed, Malformed, Want
 from kvlink.ticket import LeaseSeat, Ticket
 
 TICKET = Ticket(
@@ -22,11 +22,11 @@ TICKET = Ticket(
     ready=2,
 )
 WANTED = Want(7, 1 << 62, "127.0.0.1", 4000, 8, 1, 2, 2, 32, False)
-WRITTEN = Chunk(7, 1 << 62, 3, 16, 2, True, ((0, TICKET), (2, TICKET)), (b"first", b"", b"row" * 99))
+WRITTEN = Chunk(7, 1 << 62, 3, 16, 2, True, 3, ((0, TICKET), (2, TICKET)), (b"first", b"", b"row" * 99))
 
 
 @pytest.mark.parametrize(
-    ("message", "kind"), [(WANTED, Want), (WRITTEN, Chunk), (Chunk(1, 2, 3, 0, 0, False), Chunk)]
+    ("message", "kind"), [(WANTED, Want), (WRITTEN, Chunk), (Chunk(1, 2, 3, 0, 0, False, 1), Chunk)]
 )
 def test_a_message_survives_the_wire(message: Want | Chunk, kind: type[Want] | type[Chunk]) -> None:
     assert kind.from_frames(message.to_frames()) == message
@@ -62,7 +62,7 @@ def test_another_version_is_refused_by_its_number(message: Want | Chunk) -> None
 
 def test_rows_beyond_the_bound_are_refused() -> None:
     with pytest.raises(ConfigError, match="exceeds its bound"):
-        Chunk.from_frames(Chunk(1, 2, 3, 0, 0, True, (), (bytes(17 << 20),)).to_frames())
+        Chunk.from_frames(Chunk(1, 2, 3, 0, 0, True, 1, (), (bytes(17 << 20),)).to_frames())
 
 
 def test_the_tags_differ() -> None:
