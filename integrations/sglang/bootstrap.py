@@ -11,11 +11,10 @@ from kvlink.errors import ConfigError
 _MAX_RANKS = 4096
 _MAX_HOST_CHARS = 255
 _SIZES = ("attn_tp_size", "attn_cp_size", "pp_size")
-_RANKS = ("attn_tp_rank", "attn_cp_rank", "pp_rank")
 
 
 def checked_rank(answer: object) -> dict[str, Any]:
-    """Returns what a bootstrap server said of a prefill rank, as a mapping with a host and a port. Raises ConfigError."""
+    """Returns what a bootstrap server said of a prefill rank, with a host and a port. Raises ConfigError."""
     if not isinstance(answer, dict):
         raise ConfigError(f"the bootstrap server describes a rank by a {type(answer).__name__}")
     _check_host(answer.get("rank_ip"))
@@ -47,14 +46,14 @@ def check_registration(data: object, registered: Mapping[str, Any]) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"a rank is registered by a {type(data).__name__}, not by an object")
     sizes = {name: _integer(data.get(name), name, 1, _MAX_RANKS) for name in _SIZES}
-    for size, rank in zip(_SIZES, _RANKS, strict=True):
-        _integer(data.get(rank), rank, 0, sizes[size] - 1)
-    for kind in ("attn_dp", "system_dp"):
+    for kind in ("attn_tp", "attn_cp", "pp", "attn_dp", "system_dp"):
         size = _integer(data.get(f"{kind}_size"), f"{kind}_size", 1, _MAX_RANKS)
         _integer(data.get(f"{kind}_rank"), f"{kind}_rank", 0, size - 1)
     for name in _SIZES:
         if registered.get(name) not in (None, sizes[name]):
-            raise ConfigError(f"{name} is {registered[name]} for the ranks that are registered, not {sizes[name]}")
+            raise ConfigError(
+                f"{name} is {registered[name]} for the ranks that are registered, not {sizes[name]}"
+            )
     _integer(data.get("page_size"), "page_size", 1, 1 << 20)
     _integer(data.get("rank_port"), "rank_port", 1, 65535)
     _check_host(data.get("rank_ip"))

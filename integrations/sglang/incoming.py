@@ -169,7 +169,9 @@ class Incoming:
             if cache.component is None and any(count not in (0, needed) for count in read):
                 raise ConfigError(f"prefill offered {read} of {needed} pages of cache {index}")
             if needed and not any(read) and room.num_ranks:
-                raise ConfigError(f"prefill offered nothing of cache {index}; start the same model on both servers")
+                raise ConfigError(
+                    f"prefill offered nothing of cache {index}; start the same model on both servers"
+                )
 
     def _start(self, room: _Room, chunk: Chunk) -> None:
         place = (chunk.prefill_rank, chunk.first_page, chunk.num_pages)

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from kvlink.runtime.supervised import survived
+from kvlink.runtime.supervised import guarded
 
 from .messages import MAX_FRAMES
 
@@ -57,7 +57,8 @@ class Listener:
         each_round: Callable[[], None],
     ) -> None:
         self._socket, self._receive = socket, receive
-        self._handlers, self._each_round = handlers, each_round
+        self._handlers = {tag: guarded(NAME, handler) for tag, handler in handlers.items()}
+        self._look_around = guarded(NAME, each_round)
 
     def run(self) -> None:
         """Handles messages until the socket is closed. Raises ZMQError: the supervisor runs it again."""
@@ -73,11 +74,8 @@ class Listener:
             if self._socket.closed or error.errno in _CLOSED:
                 return False
             raise
-        for handle in (lambda: self._dispatch(frames or []), self._each_round):
-            try:
-                handle()
-            except Exception as error:
-                survived(NAME, error)
+        self._dispatch(frames or [])
+        self._look_around()
         return True
 
     def _dispatch(self, frames: list[bytes]) -> None:

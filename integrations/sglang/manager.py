@@ -103,7 +103,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             return str(self.failure_records.get(room) or _UNKNOWN)
 
     def forget(self, room: int) -> None:
-        """Forgets an attempt at a room that SGLang left without `clear`. Nothing of it is read or written afterwards."""
+        """Forgets an attempt at a room that SGLang left without `clear`, and ends its reads and its leases."""
         self.outgoing.end(room)
         self.incoming.drop(room)
         with self.rooms_lock:
@@ -190,7 +190,12 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             survived("sglang-leases", error)
 
     def send_kv_status_message(
-        self, *, targets: list[tuple[str, int]], bootstrap_room: int, status: Any, failure_reason: str | None = None
+        self,
+        *,
+        targets: list[tuple[str, int]],
+        bootstrap_room: int,
+        status: Any,
+        failure_reason: str | None = None,
     ) -> None:
         """Tells decode ranks that a room has failed, so that they know which attempt is meant.
 
@@ -202,7 +207,10 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
                 self._refuse(wants[target], failure_reason or _UNKNOWN)
             elif status != KVPoll.Success:
                 super().send_kv_status_message(
-                    targets=[target], bootstrap_room=bootstrap_room, status=status, failure_reason=failure_reason
+                    targets=[target],
+                    bootstrap_room=bootstrap_room,
+                    status=status,
+                    failure_reason=failure_reason,
                 )
 
     def _conclude_if_delivered(self, room: int) -> None:
@@ -307,7 +315,10 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             _log.warning("refused a message: %s", error)
             if error.asker:
                 super().send_kv_status_message(
-                    targets=[error.asker], bootstrap_room=error.room, status=KVPoll.Failed, failure_reason=str(error)
+                    targets=[error.asker],
+                    bootstrap_room=error.room,
+                    status=KVPoll.Failed,
+                    failure_reason=str(error),
                 )
             return
         with self.rooms_lock:
@@ -318,7 +329,9 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
     def _admitted(self, want: Want) -> str:
         """Admits or holds a want. Returns why it is refused, or ""."""
         reason = self.wants.arrived(want)
-        ready = self.wants.is_complete(want.room) and self.request_status.get(want.room) == KVPoll.Bootstrapping
+        ready = (
+            self.wants.is_complete(want.room) and self.request_status.get(want.room) == KVPoll.Bootstrapping
+        )
         if ready and not reason:
             self.resolve_kv_replica_factor(self.transfer_infos[want.room])
             self.req_to_decode_prefix_len[want.room] = want.prefix_tokens

@@ -55,13 +55,18 @@ class Malformed(ConfigError):
     """
 
     def __init__(self, kind: str, problem: object, frames: Sequence[bytes]) -> None:
-        super().__init__(f"a peer sent a malformed {kind}: {problem!s:.200}; run the same kvlink on both servers")
+        super().__init__(
+            f"a peer sent a malformed {kind}: {problem!s:.200}; run the same kvlink on both servers"
+        )
         header = frames[1] if len(frames) > 1 else b""
         known = len(header) >= _ATTEMPT.size
         _, self.room, self.generation = _ATTEMPT.unpack_from(header) if known else (0, 0, 0)
         self.asker: tuple[str, int] | None = None
         if kind == "want" and len(header) >= _ASKER.size and len(frames) > 2:
-            self.asker = (frames[2][:_MAX_HOST_BYTES].decode("ascii", "replace"), _ASKER.unpack_from(header)[3])
+            self.asker = (
+                frames[2][:_MAX_HOST_BYTES].decode("ascii", "replace"),
+                _ASKER.unpack_from(header)[3],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,9 @@ class Want:
             if not 0 < len(host) <= _MAX_HOST_BYTES or not endpoint.isprintable() or " " in endpoint:
                 raise ValueError(f"{host[:40]!r} is no host")
             if not 0 <= tp_rank < tp_size or not port or not heads or not 0 < num_ranks <= tp_size:
-                raise ValueError(f"rank {tp_rank} of {tp_size}, {num_ranks} with {heads} heads at port {port}")
+                raise ValueError(
+                    f"rank {tp_rank} of {tp_size}, {num_ranks} with {heads} heads at port {port}"
+                )
             if problem := problem_of_room(room):
                 raise ValueError(problem)
         except (ValueError, struct.error) as error:
@@ -127,7 +134,7 @@ class Want:
 class Chunk:
     """Announces that pages from `first_page` of a want are written. It has no tickets if this rank lacks their heads.
 
-    Each ticket comes with the index of its cache, of which this rank has `num_caches`. The last chunk has a row of every
+    Each ticket comes with the index of its cache, of which this rank has `num_caches`. The last chunk has a row of each
     metadata buffer in `aux`.
     """
 
@@ -190,14 +197,16 @@ class Failed:
         """Parses frames of a peer. Raises Malformed."""
         try:
             _, header, reason = frames
-            fields = _unpack(_FAILED, header)
+            room, generation, rank = _unpack(_FAILED, header)
         except (ValueError, struct.error) as error:
             raise Malformed("report", error, frames) from None
-        return cls(*fields, reason[:_MAX_REASON_BYTES].decode("utf-8", "replace"))
+        return cls(room, generation, rank, reason[:_MAX_REASON_BYTES].decode("utf-8", "replace"))
 
 
 def _unpack(header: struct.Struct, data: bytes) -> Any:
     version = int.from_bytes(data[:2], "little")
     if len(data) >= _ATTEMPT.size and version != _VERSION:
-        raise ValueError(f"the other server's kvlink uses version {version} of its messages, this one {_VERSION}")
+        raise ValueError(
+            f"the other server's kvlink uses version {version} of its messages, this one {_VERSION}"
+        )
     return header.unpack(data)[1:]

@@ -99,7 +99,7 @@ class OwnsRoom:
     def has_failed(self) -> bool:
         """Returns whether only SGLang's last calls are left of the request."""
         failed = KVPoll.Failed
-        return self.conclude_state == failed or self.kv_mgr.request_status.get(self.bootstrap_room) == failed
+        return failed in (self.conclude_state, self.kv_mgr.request_status.get(self.bootstrap_room))
 
     def fail(self, what: str, error: Exception) -> None:
         """Fails this request, and no other, for an error in the method `what`."""
@@ -107,12 +107,15 @@ class OwnsRoom:
         if not isinstance(error, KVLinkError):
             self.kv_mgr.guard.caught(what, self.bootstrap_room, error)
             self.reason = f"{what} failed unexpectedly: {self.reason}"
-        for step in (self.stop, lambda: self.tell_failure(self.reason)):
-            try:
-                step()
-            except Exception as again:
-                self.kv_mgr.guard.caught(f"the end after {what}", self.bootstrap_room, again)
+        self._try(self.stop)
+        self._try(self.tell_failure, self.reason)
         self.conclude_state = KVPoll.Failed
+
+    def _try(self, step: Callable[..., object], *args: Any) -> None:
+        try:
+            step(*args)
+        except Exception as error:
+            self.kv_mgr.guard.caught("the end of a failed request", self.bootstrap_room, error)
 
     def leave(self) -> None:
         """Gives the room back. Every later call is about this request alone. Idempotent."""

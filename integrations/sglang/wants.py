@@ -64,7 +64,7 @@ class Wants:
         """Generations of attempts that have ended, with their reasons."""
 
     def open(self, room: int, wants: dict[Address, Want]) -> list[Want]:
-        """Begins an attempt, and forgets that an earlier one failed. Returns the wants held for it, not admitted yet."""
+        """Begins an attempt, and forgets that an earlier one failed. Returns the wants held for it, to be admitted."""
         self._rooms[room] = _Room(wants)
         self._failed.pop(room, None)
         return self._take(room)
@@ -115,9 +115,9 @@ class Wants:
         for room in [room for room, held in self._held.items() if held.deadline <= now]:
             _, reason = self._failed.get(room, (0.0, ""))
             why = (
-                f"the request with bootstrap_room {room} has failed on prefill ({reason}), and no other attempt followed"
+                f"bootstrap_room {room} has failed on prefill ({reason}), and no other attempt followed"
                 if reason
-                else f"no request with bootstrap_room {room} came to this prefill server; does the router send both parts?"
+                else f"no request with bootstrap_room {room} came to this prefill server within {self._patience_s:g} s"
             )
             for want in self._take(room):
                 self._spend(want, why)
@@ -132,7 +132,7 @@ class Wants:
     def _hold(self, want: Want) -> str:
         if self._num_held >= _MAX_HELD:
             return f"this prefill server holds {_MAX_HELD} asks for rooms without a request; ask again later"
-        until, reason = self._failed.get(want.room, (0.0, ""))
+        _, reason = self._failed.get(want.room, (0.0, ""))
         patience_s = RETRY_S if reason else self._patience_s
         held = self._held.setdefault(want.room, _Held(self._clock() + patience_s))
         if reason_against := _clash(held.wants, want):
@@ -206,6 +206,8 @@ def _of_server(want: Want) -> tuple[int, int, int, int]:
     return want.tp_size, want.total_heads, want.required_dst_info_num, want.prefix_tokens
 
 
-def _shrink(table: OrderedDict[int, object] | OrderedDict[int, str] | OrderedDict[int, tuple[float, str]]) -> None:
+def _shrink(
+    table: OrderedDict[int, object] | OrderedDict[int, str] | OrderedDict[int, tuple[float, str]],
+) -> None:
     while len(table) > _MAX_ENDED:
         table.popitem(last=False)

@@ -25,7 +25,9 @@ class Scheduler:
     def __init__(self, backend: ModuleType, mode: DisaggregationMode, *, has_states: bool = True) -> None:
         self.backend, self.mode = backend, mode
         rng = np.random.default_rng(mode is DisaggregationMode.PREFILL)
-        self.kv = [rng.integers(0, 256, (PAGES, PAGE, HEADS, HEAD_BYTES), np.uint8) for _ in range(2 * LAYERS)]
+        self.kv = [
+            rng.integers(0, 256, (PAGES, PAGE, HEADS, HEAD_BYTES), np.uint8) for _ in range(2 * LAYERS)
+        ]
         self.states = [rng.integers(0, 256, (SLOTS, STATE_BYTES), np.uint8) for _ in range(2)]
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
         self.manager = backend.KVLinkManager(

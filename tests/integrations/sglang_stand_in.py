@@ -273,7 +273,9 @@ class CommonKVSender:
         self.conclude_state = KVPoll.Failed
         self.clear()
         reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
-        raise KVTransferError(self.bootstrap_room, reason or "Failed due to an unknown reason from another rank")
+        raise KVTransferError(
+            self.bootstrap_room, reason or "Failed due to an unknown reason from another rank"
+        )
 
     def abort(self) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, "Aborted by AbortReq.")
@@ -340,7 +342,9 @@ class CommonKVReceiver:
         self.conclude_state = KVPoll.Failed
         self.clear()
         reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
-        raise KVTransferError(self.bootstrap_room, reason or "Failed due to an unknown reason from another rank")
+        raise KVTransferError(
+            self.bootstrap_room, reason or "Failed due to an unknown reason from another rank"
+        )
 
     def abort(self) -> None:
         if self.conclude_state != KVPoll.Failed:
@@ -355,7 +359,9 @@ class CommonKVReceiver:
         self.abort_notified = True
         for info in self.bootstrap_infos:
             mgr = self.kv_mgr
-            abort = AbortNotification(self.bootstrap_room, mgr.local_ip, mgr.rank_port, self._abort_generation)
+            abort = AbortNotification(
+                self.bootstrap_room, mgr.local_ip, mgr.rank_port, self._abort_generation
+            )
             try:
                 network.send(f"tcp://{info['rank_ip']}:{info['rank_port']}", abort.to_zmq())
             except Exception:
@@ -363,7 +369,7 @@ class CommonKVReceiver:
 
 
 class ModelConfig(SimpleNamespace):
-    """Of a model with 4 KV heads."""
+    """Describes a model with 4 KV heads."""
 
     hf_config = SimpleNamespace(architectures=["Tiny"])
     hf_text_config = SimpleNamespace(num_hidden_layers=3)
@@ -398,7 +404,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "CommonKVSender": CommonKVSender,
             "KVTransferError": KVTransferError,
         },
-        "sglang.srt.disaggregation.utils": {"DisaggregationMode": DisaggregationMode, "KVClassType": KVClassType},
+        "sglang.srt.disaggregation.utils": {
+            "DisaggregationMode": DisaggregationMode,
+            "KVClassType": KVClassType,
+        },
         "sglang.srt.environ": {
             "envs": SimpleNamespace(SGLANG_DISAGG_STAGING_BUFFER=SimpleNamespace(get=lambda: False))
         },

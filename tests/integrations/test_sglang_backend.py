@@ -61,7 +61,9 @@ def send(prefill: Scheduler, sender: Any, pages: list[int], row: int = 1, slot: 
     sender.send(np.array(pages, np.int32), [np.array([slot])])
 
 
-def arrives(prefill: Scheduler, decode: Scheduler, sender: Any, receiver: Any, theirs: list[int], ours: list[int]) -> None:
+def arrives(
+    prefill: Scheduler, decode: Scheduler, sender: Any, receiver: Any, theirs: list[int], ours: list[int]
+) -> None:
     """Hands the request off, and compares what has arrived."""
     send(prefill, sender, theirs)
     deliver_all(prefill, decode)
@@ -87,7 +89,9 @@ def is_empty(*schedulers: Scheduler) -> bool:
     )
 
 
-def test_the_decode_rank_may_ask_before_prefills_request_is_there(prefill: Scheduler, decode: Scheduler) -> None:
+def test_the_decode_rank_may_ask_before_prefills_request_is_there(
+    prefill: Scheduler, decode: Scheduler
+) -> None:
     receiver = decode.receiver(ROOM, prefill)
     ask(receiver, [4, 5])
     deliver_all(prefill, decode)
@@ -102,7 +106,9 @@ def end_at_prefill(prefill: Scheduler, decode: Scheduler, sender: Any, receiver:
     assert "aborted on prefill" in failure_of(sender)
 
 
-def end_at_prefill_without_a_last_call(prefill: Scheduler, decode: Scheduler, sender: Any, receiver: Any) -> None:
+def end_at_prefill_without_a_last_call(
+    prefill: Scheduler, decode: Scheduler, sender: Any, receiver: Any
+) -> None:
     sender.abort()
     deliver_all(prefill, decode)
     failure_of(receiver)
@@ -179,7 +185,9 @@ def test_messages_of_an_earlier_attempt_do_not_touch_the_next(prefill: Scheduler
     arrives(prefill, decode, sender, receiver, [10, 11], [4, 5])
 
 
-def test_prefill_computes_a_retracted_request_again_in_its_room(prefill: Scheduler, decode: Scheduler) -> None:
+def test_prefill_computes_a_retracted_request_again_in_its_room(
+    prefill: Scheduler, decode: Scheduler
+) -> None:
     """SGLang's true retraction: decode asks again in the same room, and then posts the prompt to prefill."""
     for pages in ([1, 2], [6, 7]):
         receiver = decode.receiver(ROOM, prefill)
@@ -279,19 +287,19 @@ def test_one_room_for_two_requests(prefill: Scheduler, decode: Scheduler) -> Non
 def test_a_receiver_that_went_without_a_word_leaves_its_room_and_its_pages(
     prefill: Scheduler, decode: Scheduler
 ) -> None:
-    ask(decode.receiver(ROOM + 1, prefill), [1, 2])
-    ask(decode.receiver(ROOM, prefill), [1, 2])
+    for room in (ROOM, ROOM + 1):
+        ask(decode.receiver(room, prefill), [1, 2])
     network.sent.clear()
     receiver, sender = decode.receiver(ROOM, prefill), prefill.sender(ROOM)
     ask(receiver, [4, 5])
+    assert decode.manager.incoming.num_rooms() == 1
+    decode.manager.forget(ROOM + 1)
     deliver_all(prefill, decode)
     arrives(prefill, decode, sender, receiver, [10, 11], [4, 5])
 
 
 @pytest.mark.parametrize("room", [0, -1, 2**63, 2**64, "7", [7], None, True, 1.5])
-def test_rooms_that_no_message_can_have_are_refused(
-    prefill: Scheduler, decode: Scheduler, room: Any
-) -> None:
+def test_rooms_that_no_message_can_have_are_refused(prefill: Scheduler, decode: Scheduler, room: Any) -> None:
     for request in (prefill.sender(room), decode.receiver(room, prefill)):
         assert "bootstrap_room must be an integer from 1" in failure_of(request)
         request.abort()

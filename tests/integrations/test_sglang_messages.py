@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.sglang.messages import CHUNK, FAILED, WANT, Chunk, Failed, Malformed, Want
+from kvlink.integrations.sglang.messages import CHUNK, WANT, Chunk, Want
 from kvlink.ticket import LeaseSeat, Ticket
 
 TICKET = Ticket(

@@ -29,7 +29,7 @@ GATE_ORDERS = 1000
 LANE_ORDERS = int(os.environ.get("KVLINK_TEST_ORDERS", "100000"))
 SEED = int(os.environ.get("KVLINK_TEST_SEED") or 0)
 FREE = 0xEE
-"""What free pages of decode hold: whatever else is found there was written after its request had ended."""
+"""Fills free pages of decode: whatever else is found there was written after its request had ended."""
 
 
 @dataclass
@@ -148,7 +148,9 @@ class World:
         self.rng.shuffle(free)
         taken = [free.pop() for _ in range(count)]
         if server is not self.prefill:
-            assert all((plane[taken] == FREE).all() for plane in server.kv), "written after its request had ended"
+            assert all((plane[taken] == FREE).all() for plane in server.kv), (
+                "written after its request had ended"
+            )
         return taken
 
     def give_back(self, request: Request) -> None:
@@ -241,7 +243,10 @@ class World:
         self.disturbed.update(self.rooms)
         tag = self.rng.choice([WANT, CHUNK, FAILED, b"ABORT", b"KVLINK_STATUS", b"?"])
         room = self.rng.choice([*self.rooms, 0, 2**64 - 1])
-        parts = [tag, *(self.rng.randbytes(self.rng.choice([0, 2, 18, 39])) for _ in range(self.rng.randint(0, 4)))]
+        parts = [
+            tag,
+            *(self.rng.randbytes(self.rng.choice([0, 2, 18, 39])) for _ in range(self.rng.randint(0, 4))),
+        ]
         if tag in (b"ABORT", b"KVLINK_STATUS"):
             parts = [tag, str(room).encode(), b"127.0.0.1", b"0", str(self.rng.randbytes(2)).encode()]
         elif self.rng.random() < 0.7:
@@ -255,7 +260,13 @@ class World:
         tp_size = rng.choice([1, 2, 3, 8, 65535])
         fields = (rng.choice([4, 1, 3, 65535]), rng.randrange(tp_size), tp_size, rng.choice([1, tp_size]))
         want = Want(
-            room, rng.getrandbits(63), "127.0.0.1", port, *fields, rng.choice([0, 7, 16, 4096, 2**32 - 16]), False
+            room,
+            rng.getrandbits(63),
+            "127.0.0.1",
+            port,
+            *fields,
+            rng.choice([0, 7, 16, 4096, 2**32 - 16]),
+            False,
         )
         return want.to_frames()
 
@@ -373,11 +384,11 @@ def try_orders(servers: list[Scheduler], monkeypatch: pytest.MonkeyPatch, count:
         try:
             world.run()
             injection.left = 0
+            outcomes.update(request.outcome[:60] for request in world.requests)
             check_the_end(world, was_injected=injection.num_raised > raised)
         except BaseException as error:
             error.add_note(f"order {seed}") if hasattr(error, "add_note") else None
             raise
-        outcomes.update(request.outcome[:40] for request in world.requests)
     outcomes["injected"] = injection.num_raised
     return outcomes
 
@@ -407,6 +418,7 @@ def check_the_end(world: World, was_injected: bool) -> None:
 
 def test_random_orders(servers: list[Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = try_orders(servers, monkeypatch, GATE_ORDERS)
+    print(outcomes.most_common(60))
     assert outcomes["success"] > GATE_ORDERS
     assert outcomes["injected"] > GATE_ORDERS // 5
 
