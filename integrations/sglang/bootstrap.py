@@ -48,7 +48,8 @@ def check_registration(data: object, registered: Mapping[str, Any]) -> None:
     sizes = {name: _integer(data.get(name), name, 1, _MAX_RANKS) for name in _SIZES}
     for kind in ("attn_tp", "attn_cp", "pp", "attn_dp", "system_dp"):
         size = _integer(data.get(f"{kind}_size"), f"{kind}_size", 1, _MAX_RANKS)
-        _integer(data.get(f"{kind}_rank"), f"{kind}_rank", 0, size - 1)
+        # SGLang may register a data-parallel rank beside a size of 1.
+        _integer(data.get(f"{kind}_rank"), f"{kind}_rank", 0, _MAX_RANKS if "dp" in kind else size - 1)
     for name in _SIZES:
         if registered.get(name) not in (None, sizes[name]):
             raise ConfigError(
