@@ -51,7 +51,7 @@ _ANSWERS: dict[str, Answer] = {
         b"\xed" * 10**6,
     ],
 }
-"""What peers answer to a want."""
+"""The answers of peers to a want."""
 
 _SERVERS: dict[str, Any] = {
     "another page size": _SERVER | {"page_size": 32},
@@ -62,7 +62,7 @@ _SERVERS: dict[str, Any] = {
     "a list of servers": [_SERVER],
     "data-parallel ranks that it does not know": _SERVER | {"dp_size": 4, "follow_bootstrap_room": False},
 }
-"""What bootstrap servers say of their server."""
+"""Descriptions that bootstrap servers give of their server."""
 
 _RANKS: dict[str, Any] = {
     "a rank at a number": {"rank_ip": 7, "rank_port": "x"},
@@ -70,7 +70,7 @@ _RANKS: dict[str, Any] = {
     "a rank that is a list": [1],
     "a rank at a closed port": {"rank_ip": "127.0.0.1", "rank_port": 1},
 }
-"""What bootstrap servers say of a rank."""
+"""Descriptions that bootstrap servers give of a rank."""
 
 
 def bootstrap_server(server: Any, rank: Any) -> int:
