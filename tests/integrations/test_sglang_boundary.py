@@ -107,6 +107,20 @@ def test_a_want_after_a_failure_waits_for_another_attempt_only_shortly() -> None
     assert table.wants.sizes() == (0, 0)
 
 
+def test_a_failure_is_forgotten_when_another_attempt_begins() -> None:
+    table = Table()
+    table.open()
+    table.wants.end(ROOM, "no memory", failed=True)
+    table.open()
+    table.wants.end(ROOM, "", failed=False)
+    table.wants.arrived(WANT)
+    table.now = RETRY_S
+    assert list(table.wants.overdue()) == []
+    table.now = 300.0
+    [refusal] = table.wants.overdue()
+    assert refusal.reason == f"no request with bootstrap_room {ROOM} came to this prefill server within 300 s"
+
+
 def test_held_wants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvlink.integrations.sglang import wants
 
