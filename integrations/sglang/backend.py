@@ -157,15 +157,22 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         """Tells prefill that pages are allocated. From now on kvlink may write them."""
         if (destination := options.get("destination")) is not None and destination != "device":
             raise ConfigError("kvlink does not write into host memory; set no host receive threshold")
+        generation = None
         if self.bootstrap_infos and self.conclude_state is None:
             num_ranks = sum(not info["is_dummy"] for info in self.bootstrap_infos)
-            incoming, room = self.kv_mgr.incoming, self.bootstrap_room
-            incoming.drop(room)  # an earlier owner may have left without a message
-            incoming.expect(room, kv_indices, state_indices or (), num_ranks)
-            self._abort_generation = incoming.generation(room)
-            weakref.finalize(self, incoming.abandon, room, self._abort_generation).atexit = False
+            generation = self._expect(kv_indices, state_indices or (), num_ranks)
             self._aux_index = aux_index
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **options)
+        if self.init_time is not None:  # each prefill rank knows the attempt: an abort can name it
+            self._abort_generation = generation
+
+    def _expect(self, pages: Any, states: Sequence[Any], num_ranks: int) -> int:
+        incoming, room = self.kv_mgr.incoming, self.bootstrap_room
+        incoming.drop(room)  # an earlier owner may have left without a message
+        incoming.expect(room, pages, states, num_ranks)
+        generation = incoming.generation(room)
+        weakref.finalize(self, incoming.abandon, room, generation).atexit = False
+        return generation
 
     def poll(self) -> Any:
         """Returns a KVPoll. Waits only for the current piece when pulls are ended."""

@@ -20,14 +20,22 @@ STATE_BYTES = 48
 
 
 class Scheduler:
-    """One prefill or decode server with its memory. `manager` is kvlink's."""
+    """One rank of a prefill or decode server with its memory. `manager` is kvlink's."""
 
-    def __init__(self, backend: ModuleType, mode: DisaggregationMode, *, has_states: bool = True) -> None:
+    def __init__(
+        self,
+        backend: ModuleType,
+        mode: DisaggregationMode,
+        *,
+        has_states: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
         self.backend, self.mode = backend, mode
+        self.rank, self.ranks = rank, ranks
         rng = np.random.default_rng(mode is DisaggregationMode.PREFILL)
-        self.kv = [
-            rng.integers(0, 256, (PAGES, PAGE, HEADS, HEAD_BYTES), np.uint8) for _ in range(2 * LAYERS)
-        ]
+        shape = (PAGES, PAGE, HEADS // ranks, HEAD_BYTES)
+        self.kv = [rng.integers(0, 256, shape, np.uint8) for _ in range(2 * LAYERS)]
         self.states = [rng.integers(0, 256, (SLOTS, STATE_BYTES), np.uint8) for _ in range(2)]
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
         self.manager = backend.KVLinkManager(
@@ -39,7 +47,7 @@ class Scheduler:
         states = self.states if has_states else []
         kinds = [SimpleNamespace(value="mamba")] if has_states else []
         return sglang.KVArgs(
-            page_size=PAGE, gpu_id=0, num_draft_entries=0,
+            page_size=PAGE, gpu_id=0, tp_rank=self.rank, tp_size=self.ranks, num_draft_entries=0,
             kv_data_ptrs=[a.ctypes.data for a in self.kv], kv_data_lens=[a.nbytes for a in self.kv],
             kv_item_lens=[a[0].nbytes for a in self.kv],
             state_types=kinds, state_data_ptrs=[[a.ctypes.data for a in states]] if kinds else [],

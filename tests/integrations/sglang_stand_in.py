@@ -132,7 +132,8 @@ class CommonKVManager:
         self.kv_args, self.disaggregation_mode, self.server_args = args, mode, server_args
         self.is_mla_backend = is_mla_backend
         self.kv_cache_dtype_str = "uint8"
-        self.attn_tp_rank, self.attn_tp_size, self.attn_cp_size, self.dcp_size = 0, 1, 1, 1
+        self.attn_tp_rank, self.attn_tp_size = args.tp_rank, args.tp_size
+        self.attn_cp_size = self.dcp_size = 1
         self.attn_dp_rank = self.system_dp_rank = 0
         self.kv_shard_size = 1
         self.local_ip, self.rank_port, self.server_socket = "127.0.0.1", next(_ports), Socket()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang_servers import ROW_BYTES, Scheduler, deliver_all, failure_of, make_backend
-from sglang_stand_in import DisaggregationMode, KVPoll, network
+from sglang_stand_in import DisaggregationMode, KVPoll, KVTransferError, network
 from waiting import eventually
 
 from kvlink.errors import ConfigError
@@ -358,6 +358,75 @@ def test_host_memory_is_refused_before_prefill_is_asked(prefill: Scheduler, deco
     ask(receiver, [4, 5], destination="host")
     assert not [parts for _, parts in network.sent if parts[0] == WANT]
     assert "host memory" in failure_of(receiver)
+
+
+@pytest.mark.parametrize(
+    ("side", "name"),
+    [(PREFILL, "poll"), (PREFILL, "init"), (PREFILL, "send"), (PREFILL, "clear"), (DECODE, "poll"),
+     (DECODE, "send_metadata"), (DECODE, "clear")],
+)  # fmt: skip
+def test_an_error_on_one_rank_fails_its_request_on_all_and_no_other(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, side: DisaggregationMode, name: str
+) -> None:
+    """Ranks agree as in SGLang: a request is in the least state that any of them has it in."""
+    prefills, decodes = ([start(mode, rank=rank, ranks=2) for rank in range(2)] for mode in (PREFILL, DECODE))
+    everybody = [*prefills, *decodes]
+    rooms, requests = (ROOM, ROOM + 1), {}
+    for room in rooms:
+        senders = [rank.sender(room) for rank in prefills]
+        receivers = [
+            decode.receiver(room, prefill) for decode, prefill in zip(decodes, prefills, strict=True)
+        ]
+        requests[room] = {PREFILL: senders, DECODE: receivers}
+    broken = requests[ROOM][side][1]
+
+    def fails(*args: Any, **options: Any) -> None:
+        if broken.bootstrap_room == args[0].bootstrap_room and args[0].kv_mgr is broken.kv_mgr:
+            raise LookupError("nobody expects this")
+
+    base = type(broken).__mro__[2]
+    original = getattr(base, name)
+    monkeypatch.setattr(base, name, lambda *args, **options: fails(*args) or original(*args, **options))
+    for number, room in enumerate(rooms):
+        for receiver in requests[room][DECODE]:
+            ask(receiver, [4 + 2 * number, 5 + 2 * number], row=3 + number, slot=number)
+    deliver_all(*everybody)
+    done: dict[tuple[int, Any], str] = {}
+    for number, room in enumerate(rooms):
+        if min(one.poll() for one in requests[room][PREFILL]) == KVPoll.WaitingForInput:
+            for sender in requests[room][PREFILL]:
+                sender.init(2, 1)
+                sender.send(np.array([10 + 2 * number, 11 + 2 * number], np.int32), [np.array([2])])
+    while len(done) < 4:
+        deliver_all(*everybody)
+        for room in rooms:
+            for mode, ranks in requests[room].items():
+                if (room, mode) not in done and (state := min(one.poll() for one in ranks)) in (0, 4):
+                    done[room, mode] = conclude(ranks, state)
+    assert done[ROOM + 1, PREFILL] == done[ROOM + 1, DECODE] == "success"
+    for rank in range(2):
+        ours, theirs = decodes[rank].kv, prefills[rank].kv
+        assert all((a[[6, 7]] == b[[12, 13]]).all() for a, b in zip(ours, theirs, strict=True))
+    if name == "clear":  # it has arrived, and its end is left to the next request of the room
+        assert done[ROOM, side] == "success"
+    else:
+        assert "nobody expects this" in done[ROOM, side]
+        assert "success" not in done[ROOM, PREFILL] + done[ROOM, DECODE]
+    deliver_all(*everybody)
+    if name != "clear":
+        assert is_empty(*everybody)
+
+
+def conclude(ranks: list[Any], state: int) -> str:
+    """Ends a request on all ranks as SGLang does. Returns their reasons, or "success"."""
+    reasons = []
+    for one in ranks:
+        if state == KVPoll.Failed:
+            with pytest.raises(KVTransferError) as raised:
+                one.failure_exception()
+            reasons.append(str(raised.value))
+        one.clear()
+    return "; ".join(reasons) or "success"
 
 
 @pytest.mark.parametrize("mode", [PREFILL, DECODE])

@@ -257,6 +257,16 @@ def test_more_pages_or_caches_than_decode_has_are_refused(start: Callable[..., S
             decode.incoming.poll(ROOM)
 
 
+def test_pages_that_are_written_twice_are_refused(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    want = decode.expect([1, 2, 3], [0])
+    for first, pages in ((0, [10, 11]), (1, [12])):
+        [chunk] = send(prefill, [want], pages, first=first, last=False)
+        decode.incoming.arrived(chunk)
+    with pytest.raises(ConfigError, match="prefill rank 0 wrote pages 1 to 2 twice"):
+        decode.incoming.poll(ROOM)
+
+
 def test_states_are_read_by_ranks_of_the_same_degree_only() -> None:
     alone, of_two = (Rank("r", "m", "d", PAGE, HEADS, 0, tp_size) for tp_size in (1, 2))
     state = Buffers((64,), (6400,), 100)
