@@ -370,51 +370,56 @@ def test_an_error_on_one_rank_fails_its_request_on_all_and_no_other(
 ) -> None:
     """Ranks agree as in SGLang: a request is in the least state that any of them has it in."""
     prefills, decodes = ([start(mode, rank=rank, ranks=2) for rank in range(2)] for mode in (PREFILL, DECODE))
-    everybody = [*prefills, *decodes]
-    rooms, requests = (ROOM, ROOM + 1), {}
-    for room in rooms:
-        senders = [rank.sender(room) for rank in prefills]
-        receivers = [
-            decode.receiver(room, prefill) for decode, prefill in zip(decodes, prefills, strict=True)
-        ]
-        requests[room] = {PREFILL: senders, DECODE: receivers}
-    broken = requests[ROOM][side][1]
-
-    def fails(*args: Any, **options: Any) -> None:
-        if broken.bootstrap_room == args[0].bootstrap_room and args[0].kv_mgr is broken.kv_mgr:
-            raise LookupError("nobody expects this")
-
+    pairs = list(zip(prefills, decodes, strict=True))
+    requests: dict[tuple[int, DisaggregationMode], list[Any]] = {}
+    for room in (ROOM, ROOM + 1):
+        requests[room, PREFILL] = [prefill.sender(room) for prefill, _ in pairs]
+        requests[room, DECODE] = [decode.receiver(room, prefill) for prefill, decode in pairs]
+    broken = requests[ROOM, side][1]
     base = type(broken).__mro__[2]
     original = getattr(base, name)
-    monkeypatch.setattr(base, name, lambda *args, **options: fails(*args) or original(*args, **options))
-    for number, room in enumerate(rooms):
-        for receiver in requests[room][DECODE]:
+
+    def fails(request: Any, *args: Any, **options: Any) -> Any:
+        if request is broken:
+            raise LookupError("nobody expects this")
+        return original(request, *args, **options)
+
+    monkeypatch.setattr(base, name, fails)
+    outcomes = hand_off(requests, [*prefills, *decodes])
+    assert outcomes[ROOM + 1, PREFILL] == outcomes[ROOM + 1, DECODE] == "success"
+    for prefill, decode in pairs:
+        assert all((a[[6, 7]] == b[[12, 13]]).all() for a, b in zip(decode.kv, prefill.kv, strict=True))
+    if name == "clear":  # all has arrived, and its end is left to the next request of the room
+        assert outcomes[ROOM, side] == "success"
+        return
+    assert "nobody expects this" in outcomes[ROOM, side]
+    assert "success" not in (outcomes[ROOM, PREFILL], outcomes[ROOM, DECODE])
+    assert is_empty(*prefills, *decodes)
+
+
+def hand_off(
+    requests: dict[tuple[int, DisaggregationMode], list[Any]], everybody: list[Scheduler]
+) -> dict[tuple[int, DisaggregationMode], str]:
+    """Takes the steps of all ranks until each request has ended. Returns how."""
+    for (room, mode), ranks in requests.items():
+        number = room - ROOM
+        for receiver in ranks if mode is DECODE else ():
             ask(receiver, [4 + 2 * number, 5 + 2 * number], row=3 + number, slot=number)
     deliver_all(*everybody)
-    done: dict[tuple[int, Any], str] = {}
-    for number, room in enumerate(rooms):
-        if min(one.poll() for one in requests[room][PREFILL]) == KVPoll.WaitingForInput:
-            for sender in requests[room][PREFILL]:
+    for (room, mode), ranks in requests.items():
+        if mode is PREFILL and min(one.poll() for one in ranks) == KVPoll.WaitingForInput:
+            for sender in ranks:
                 sender.init(2, 1)
-                sender.send(np.array([10 + 2 * number, 11 + 2 * number], np.int32), [np.array([2])])
-    while len(done) < 4:
+                first = 10 + 2 * (room - ROOM)
+                sender.send(np.array([first, first + 1], np.int32), [np.array([2])])
+    outcomes: dict[tuple[int, DisaggregationMode], str] = {}
+    while len(outcomes) < len(requests):
         deliver_all(*everybody)
-        for room in rooms:
-            for mode, ranks in requests[room].items():
-                if (room, mode) not in done and (state := min(one.poll() for one in ranks)) in (0, 4):
-                    done[room, mode] = conclude(ranks, state)
-    assert done[ROOM + 1, PREFILL] == done[ROOM + 1, DECODE] == "success"
-    for rank in range(2):
-        ours, theirs = decodes[rank].kv, prefills[rank].kv
-        assert all((a[[6, 7]] == b[[12, 13]]).all() for a, b in zip(ours, theirs, strict=True))
-    if name == "clear":  # it has arrived, and its end is left to the next request of the room
-        assert done[ROOM, side] == "success"
-    else:
-        assert "nobody expects this" in done[ROOM, side]
-        assert "success" not in done[ROOM, PREFILL] + done[ROOM, DECODE]
+        for key, ranks in requests.items():
+            if key not in outcomes and (state := min(one.poll() for one in ranks)) in (0, 4):
+                outcomes[key] = conclude(ranks, state)
     deliver_all(*everybody)
-    if name != "clear":
-        assert is_empty(*everybody)
+    return outcomes
 
 
 def conclude(ranks: list[Any], state: int) -> str:

@@ -267,6 +267,24 @@ def test_pages_that_are_written_twice_are_refused(start: Callable[..., Server]) 
         decode.incoming.poll(ROOM)
 
 
+@pytest.mark.parametrize(
+    ("without", "reason"),
+    [("state", "nothing of cache 1"), ("ticket", r"offered \[1\] of 2 pages of cache 0")],
+)
+def test_bytes_that_nobody_offered_are_missed(
+    start: Callable[..., Server], without: str, reason: str
+) -> None:
+    """Decode went on with whatever was in its memory."""
+    prefill, decode = start("prefill"), start("decode")
+    want = decode.expect([1, 2], [0])
+    [early] = send(prefill, [want], [10], last=False)
+    [late] = send(prefill, [want], [11], first=1, slots=[] if without == "state" else None)
+    decode.incoming.arrived(replace(early, tickets=()) if without == "ticket" else early)
+    decode.incoming.arrived(late)
+    with pytest.raises(ConfigError, match=reason):
+        eventually(lambda: decode.incoming.poll(ROOM))
+
+
 def test_states_are_read_by_ranks_of_the_same_degree_only() -> None:
     alone, of_two = (Rank("r", "m", "d", PAGE, HEADS, 0, tp_size) for tp_size in (1, 2))
     state = Buffers((64,), (6400,), 100)
