@@ -61,6 +61,17 @@ def register() -> None:
 
         return checked_dp_ranks(original(*args, **options))
 
+    def check_host(original: Any, address: Any) -> None:
+        """Keeps a client's bootstrap_host that is no text from ending the scheduler."""
+        from .bootstrap import NOWHERE
+
+        if not isinstance(address.host, str):
+            object.__setattr__(address, "host", NOWHERE)
+        original(address)
+
+    HookRegistry.register(
+        "sglang.srt.utils.network.NetworkAddress.__post_init__", check_host, HookType.AROUND
+    )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     receiver = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
     HookRegistry.register(f"{receiver}.query_prefill_dp_ranks", query_prefill_dp_ranks, HookType.AROUND)

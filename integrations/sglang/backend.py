@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.utils import KVClassType
 
 from kvlink.errors import ConfigError, KVLinkError
 
-from .bootstrap import check_registration, checked_rank
+from .bootstrap import check_registration, checked_rank, problem_of_address
 from .manager import KVLinkManager
 from .requests import OwnsRoom, guarded
 from .restarts import Route, with_route
@@ -131,6 +131,10 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
 
     _aux_index: int | None = None
     """The row of the metadata buffers; None until the pages are allocated."""
+
+    def problem(self) -> str:
+        """Returns why the request cannot be served, or ""."""
+        return super().problem() or problem_of_address(self.bootstrap_addr)
 
     @guarded()
     def init(self, prefill_dp_rank: int) -> None:

@@ -8,9 +8,22 @@ from typing import Any
 
 from kvlink.errors import ConfigError
 
+NOWHERE = "bootstrap-host.invalid"
+"""Stands for a bootstrap_host that is no text. No name of a host ends like this one."""
 _MAX_RANKS = 4096
 _MAX_HOST_CHARS = 255
 _SIZES = ("attn_tp_size", "attn_cp_size", "pp_size")
+
+
+def problem_of_address(bootstrap_addr: str) -> str:
+    """Returns why a request cannot have this address of a bootstrap server, or ""."""
+    host, _, port = bootstrap_addr.rpartition(":")
+    try:
+        _check_host(host.removeprefix("[").removesuffix("]"))
+        _integer(port, "bootstrap_port", 1, 65535)
+    except ConfigError as error:
+        return f"bootstrap_host or bootstrap_port: {error}"
+    return "bootstrap_host must be a text" if host == NOWHERE else ""
 
 
 def checked_rank(answer: object) -> dict[str, Any]:
@@ -63,7 +76,7 @@ def check_registration(data: object, registered: Mapping[str, Any]) -> None:
 def _check_host(host: object) -> None:
     if not isinstance(host, str) or not 0 < len(host) <= _MAX_HOST_CHARS or not host.isascii():
         raise ConfigError(f"rank_ip {host!r:.60} is no host")
-    if not host.isprintable() or any(char in host for char in " /"):
+    if not host.isprintable() or any(char in host for char in " /?#@"):
         raise ConfigError(f"rank_ip {host!r:.60} is no host")
 
 

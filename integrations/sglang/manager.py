@@ -16,7 +16,7 @@ from sglang.srt.utils.network import NetworkAddress
 from zmq import NOBLOCK
 
 from kvlink.config import WorkerConfig
-from kvlink.errors import ConfigError, KVLinkError
+from kvlink.errors import KVLinkError
 from kvlink.layout import num_seats
 from kvlink.runtime.supervised import start_thread, survived
 
@@ -35,7 +35,7 @@ from .wants import Refusal, Wants
 _log = logging.getLogger("kvlink.sglang")
 
 _MAX_PEERS = 4096
-"""The number of peers' sockets beyond which nothing is sent to unknown addresses."""
+"""The number of sockets to peers, beyond which idle ones are closed."""
 _UNKNOWN = "failed on another rank of this server"
 
 
@@ -237,11 +237,25 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
 
     def _send_multipart_locked(self, endpoint: str, parts: list[bytes], is_ipv6: bool = False) -> None:
         """Sends like the base class, but fails at once if a peer accepts nothing, because schedulers must not wait."""
-        if endpoint not in self._socket_cache and len(self._socket_cache) >= _MAX_PEERS:
-            raise ConfigError(f"{_MAX_PEERS} peers have asked already; restart this server if that cannot be")
+        self._make_place(endpoint)
         socket = self._connect(endpoint, is_ipv6=is_ipv6)
         with self._socket_send_locks[endpoint]:
             socket.send_multipart(parts, flags=NOBLOCK)
+
+    def _make_place(self, endpoint: str) -> None:
+        """Closes the socket of the peer that was not written to for the longest time, if there are too many."""
+        with self._socket_lock:
+            sockets, monitors = self._socket_cache, self._monitor_cache
+            if endpoint in sockets:
+                sockets[endpoint] = sockets.pop(endpoint)
+            if endpoint in sockets or len(sockets) < _MAX_PEERS:
+                return
+            idle = next(iter(sockets))
+            socket, monitor, lock = sockets.pop(idle), monitors.pop(idle, None), self._socket_send_locks[idle]
+        with lock:
+            socket.close(linger=0)
+            if monitor is not None:
+                monitor.close()
 
     # The following methods belong to decode.
 

@@ -65,7 +65,7 @@ class OwnsRoom:
         self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
     ) -> None:
         self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room
-        self.reason = problem_of_room(bootstrap_room) or self._assign()
+        self.reason = self.problem() or self._assign()
         if self.reason:
             self.conclude_state = KVPoll.Failed
             _log.warning("refused a request: %s", self.reason)
@@ -77,6 +77,10 @@ class OwnsRoom:
             self.opened()
         except Exception as error:
             self.fail("the start of a request", error)
+
+    def problem(self) -> str:
+        """Returns why the request cannot be served, or ""."""
+        return problem_of_room(self.bootstrap_room)
 
     def _assign(self) -> str:
         rooms = self.kv_mgr.live_rooms

@@ -77,7 +77,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Stack]:
+def stack() -> Iterator[Stack]:
     port = free_port()
     launches = [
         sglang("sglang-hostile-prefill", *PREFILL, "--disaggregation-bootstrap-port", str(port), **SETTINGS),
@@ -88,33 +88,33 @@ def pair() -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def expected(pair: Stack) -> list[list[int]]:
+def expected(stack: Stack) -> list[list[int]]:
     """The answers of the servers before anything hostile came, each the same twice."""
-    answers = [[answer_of(pair, tokens) for tokens in PROMPTS] for _ in range(2)]
+    answers = [[answer_of(stack, tokens) for tokens in PROMPTS] for _ in range(2)]
     assert answers[0] == answers[1]
     return answers[0]
 
 
 @pytest.fixture(scope="module")
-def strangers(pair: Stack) -> Iterator[subprocess.Popen[str]]:
-    command = [str(PYTHON), str(HERE / "sglang_strangers.py"), str(pair.bootstrap_port)]
+def strangers(stack: Stack) -> Iterator[subprocess.Popen[str]]:
+    command = [str(PYTHON), str(HERE / "sglang_strangers.py"), str(stack.bootstrap_port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
 
 
-def answer_of(pair: Stack, tokens: list[int]) -> list[int]:
-    status, answer = pair.handed_off(tokens)
+def answer_of(stack: Stack, tokens: list[int]) -> list[int]:
+    status, answer = stack.handed_off(tokens)
     assert status == 200, answer
     return list(answer["output_ids"])
 
 
-def check_others(pair: Stack, expected: list[list[int]]) -> None:
+def check_others(stack: Stack, expected: list[list[int]]) -> None:
     """Both servers live, and answer right; nothing is held."""
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        assert list(clients.map(lambda tokens: answer_of(pair, tokens), PROMPTS)) == expected
-    wait_for(pair.idle, 2 * ANSWER_S)
+        assert list(clients.map(lambda tokens: answer_of(stack, tokens), PROMPTS)) == expected
+    wait_for(stack.idle, 2 * ANSWER_S)
 
 
 def send(server: Server, one: Hostile) -> bytes:
@@ -131,88 +131,88 @@ def send(server: Server, one: Hostile) -> bytes:
     return answer
 
 
-def test_hostile_requests(pair: Stack, expected: list[list[int]]) -> None:
+def test_hostile_requests(stack: Stack, expected: list[list[int]]) -> None:
     """The requests of hostile_requests.py, to prefill and to decode. None has a room, so that none may be answered."""
     for one in WITHOUT_HANDOFF:
-        for server in (pair.prefill,) if one.at is At.PREFILL else (pair.prefill, pair.decode):
+        for server in (stack.prefill,) if one.at is At.PREFILL else (stack.prefill, stack.decode):
             with ThreadPoolExecutor(one.copies) as clients:
                 for answer in clients.map(lambda _, to=server, one=one: send(to, one), range(one.copies)):
                     assert b" 500 " not in answer.partition(b"\r\n")[0] or b"Traceback" not in answer, (
                         one.name
                     )
-    check_others(pair, expected)
+    check_others(stack, expected)
 
 
-def test_hostile_fields(pair: Stack, expected: list[list[int]]) -> None:
+def test_hostile_fields(stack: Stack, expected: list[list[int]]) -> None:
     """Each to one server alone, and to both: the other part of a request may be as hostile, or absent."""
-    requests = [body(PROMPTS[1], NUM_NEW) | pair.room() | fields for fields in FIELDS.values()]
+    requests = [body(PROMPTS[1], NUM_NEW) | stack.room() | fields for fields in FIELDS.values()]
     with ThreadPoolExecutor(16) as clients:
         for request in requests:
-            for server in (pair.prefill, pair.decode):
+            for server in (stack.prefill, stack.decode):
                 clients.submit(ask_and_forget, server, request)
-    check_others(pair, expected)
+    check_others(stack, expected)
 
 
-def test_samples_that_share_a_room_are_refused(pair: Stack, expected: list[list[int]]) -> None:
-    request = body(PROMPTS[1]) | pair.room()
+def test_samples_that_share_a_room_are_refused(stack: Stack, expected: list[list[int]]) -> None:
+    request = body(PROMPTS[1]) | stack.room()
     request["sampling_params"]["n"] = 2
     with ThreadPoolExecutor(2) as clients:
         answers = list(
             clients.map(
-                lambda one: post(one.url + "/generate", request, ANSWER_S), (pair.prefill, pair.decode)
+                lambda one: post(one.url + "/generate", request, ANSWER_S), (stack.prefill, stack.decode)
             )
         )
     assert [status for status, _ in answers] == [500, 500]
     assert "n above 1" in str(answers)
-    check_others(pair, expected)
+    check_others(stack, expected)
 
 
 def test_peers_that_do_not_fit(
-    pair: Stack, expected: list[list[int]], strangers: subprocess.Popen[str]
+    stack: Stack, expected: list[list[int]], strangers: subprocess.Popen[str]
 ) -> None:
     """A request whose prefill server is a stranger's fails. One of another server at the same time is right."""
     assert strangers.stdout is not None
     ports = json.loads(strangers.stdout.readline())
     assert len(ports) >= 10
-    requests = [body(PROMPTS[1]) | pair.room() | {"bootstrap_port": port} for port in ports.values()]
+    requests = [body(PROMPTS[1]) | stack.room() | {"bootstrap_port": port} for port in ports.values()]
     with ThreadPoolExecutor(len(ports)) as clients:
-        answers = clients.map(lambda one: post(pair.decode.url + "/generate", one, 2 * ANSWER_S), requests)
-        check_others_meanwhile = [answer_of(pair, tokens) for tokens in PROMPTS]
+        answers = clients.map(lambda one: post(stack.decode.url + "/generate", one, 2 * ANSWER_S), requests)
+        check_others_meanwhile = [answer_of(stack, tokens) for tokens in PROMPTS]
         statuses = dict(zip(ports, answers, strict=True))
     assert check_others_meanwhile == expected
     assert {name: status for name, (status, _) in statuses.items() if status < 400} == {}
     assert "groups of caches" in str(statuses["other caches"])
     assert "version 9" in str(statuses["a chunk of another version"])
-    check_others(pair, expected)
+    check_others(stack, expected)
 
 
-def test_hostile_messages(pair: Stack, expected: list[list[int]], strangers: subprocess.Popen[str]) -> None:
+def test_hostile_messages(stack: Stack, expected: list[list[int]], strangers: subprocess.Popen[str]) -> None:
     assert strangers.stdin is not None
     assert strangers.stdout is not None
     strangers.stdin.write("500\n")
     strangers.stdin.flush()
     assert int(strangers.stdout.readline()) >= 500
-    check_others(pair, expected)
+    check_others(stack, expected)
 
 
 @pytest.mark.parametrize("end", ["prefill", "decode", "prefill alone"])
 def test_a_room_whose_attempt_has_failed_is_right_again(
-    pair: Stack, expected: list[list[int]], end: str
+    stack: Stack, expected: list[list[int]], end: str
 ) -> None:
     """A router that keeps the room of a request for all its attempts."""
-    room = pair.room()
-    server = pair.decode if end == "decode" else pair.prefill
+    room = stack.room()
+    server = stack.decode if end == "decode" else stack.prefill
     for attempt in range(3):
         rid = f"again-{end}-{attempt}"
         request = body(prompt(2500, seed=41 + attempt), 200) | room | {"rid": rid}
         with ThreadPoolExecutor(2) as clients:
-            for to in (pair.prefill,) if end == "prefill alone" else (pair.prefill, pair.decode):
+            for to in (stack.prefill,) if end == "prefill alone" else (stack.prefill, stack.decode):
                 clients.submit(ask_and_forget, to, request)
             time.sleep(0.3)
             post(server.url + "/abort_request", {"rid": rid})
         again = body(PROMPTS[2], NEW_TOKENS) | room
         with ThreadPoolExecutor(1) as clients:
-            clients.submit(ask_and_forget, pair.prefill, again)
-            status, answer = post(pair.decode.url + "/generate", again, ANSWER_S)
+            clients.submit(ask_and_forget, stack.prefill, again)
+            status, answer = post(stack.decode.url + "/generate", again, ANSWER_S)
         assert (status, answer.get("output_ids") if status == 200 else answer) == (200, expected[2])
-    check_others(pair, expected)
+    check_others(stack, expected)

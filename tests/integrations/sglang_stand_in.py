@@ -142,6 +142,8 @@ class CommonKVManager:
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
         self._socket_cache: dict[str, Any] = {}
+        self._monitor_cache: dict[str, Any] = {}
+        self._socket_lock = threading.Lock()
         self._socket_send_locks: dict[str, Any] = defaultdict(threading.Lock)
         if mode == DisaggregationMode.PREFILL:
             self.transfer_infos: dict[int, dict[Any, Any]] = {}
@@ -162,7 +164,12 @@ class CommonKVManager:
         return self.attn_tp_rank
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
-        return SimpleNamespace(send_multipart=lambda parts, flags=0: network.send(endpoint, parts))
+        return self._socket_cache.setdefault(
+            endpoint,
+            SimpleNamespace(
+                send_multipart=lambda parts, flags=0: network.send(endpoint, parts), close=lambda linger: None
+            ),
+        )
 
     def resolve_kv_replica_factor(self, transfer_infos: Any) -> None:
         pass

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang_servers import ROW_BYTES, Scheduler, deliver_all, failure_of, make_backend
-from sglang_stand_in import DisaggregationMode, KVPoll, KVTransferError, network
+from sglang_stand_in import DisaggregationMode, KVPoll, KVTransferError, ZMQError, network
 from waiting import eventually
 
 from kvlink.errors import ConfigError
@@ -432,6 +433,35 @@ def conclude(ranks: list[Any], state: int) -> str:
             reasons.append(str(raised.value))
         one.clear()
     return "; ".join(reasons) or "success"
+
+
+def test_sockets_to_idle_peers_are_closed(
+    prefill: Scheduler, decode: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvlink.integrations.sglang import manager
+
+    monkeypatch.setattr(manager, "_MAX_PEERS", 2)
+    for port in (decode.manager.rank_port, 1, decode.manager.rank_port, 2):
+        with suppress(ZMQError):
+            prefill.manager._send_multipart_locked(f"tcp://127.0.0.1:{port}", [b""])
+    assert list(prefill.manager._socket_cache) == [f"tcp://{decode.address}", "tcp://127.0.0.1:2"]
+
+
+def test_a_message_of_another_version_fails_its_room(prefill: Scheduler, decode: Scheduler) -> None:
+    sender, receiver = prefill.sender(ROOM), decode.receiver(ROOM, prefill)
+    ask(receiver, [4, 5])
+    deliver_all(prefill, decode)
+    send(prefill, sender, [10, 11])
+    [(port, [tag, header, *rest])] = network.sent
+    network.sent[:] = [(port, [tag, b"\x09\x00" + header[2:], *rest])]
+    deliver_all(prefill, decode)
+    assert "uses version 9 of its messages" in failure_of(receiver)
+    again = decode.receiver(ROOM, prefill)
+    ask(again, [4, 5])
+    want = network.sent.pop()[1]
+    network.sent[:] = [(prefill.manager.rank_port, [want[0], b"\x09\x00" + want[1][2:], want[2]])]
+    deliver_all(prefill, decode)
+    assert "uses version 9 of its messages" in failure_of(again)
 
 
 @pytest.mark.parametrize("mode", [PREFILL, DECODE])

@@ -16,10 +16,12 @@ from sglang_servers import make_backend
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.sglang.bootstrap import (
+    NOWHERE,
     check_registration,
     check_server,
     checked_dp_ranks,
     checked_rank,
+    problem_of_address,
 )
 from kvlink.integrations.sglang.messages import MAX_FRAMES, Want
 from kvlink.integrations.sglang.wants import RETRY_S, Wants
@@ -178,6 +180,16 @@ def test_ranks_of_another_size_are_not_registered() -> None:
     check_registration(REGISTRATION, {"attn_tp_size": 2, "pp_size": None})
     with pytest.raises(ConfigError, match="attn_tp_size is 4 for the ranks that are registered, not 2"):
         check_registration(REGISTRATION, {"attn_tp_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one"),
+    [("10.0.0.1:8998", True), ("[::1]:1", True), ("host-1.example:65535", True), (":8998", False), ("h:0", False),
+     ("h:x", False), ("h:-1", False), ("\ud800:1", False), ("http://[:1", False), ("a@b:1", False), ("", False),
+     ("a" * 256 + ":1", False), (f"{NOWHERE}:1", False)],
+)  # fmt: skip
+def test_addresses_of_no_bootstrap_server_are_refused(address: str, is_one: bool) -> None:
+    assert bool(problem_of_address(address)) is not is_one
 
 
 @pytest.mark.parametrize(
