@@ -418,7 +418,6 @@ def check_the_end(world: World, was_injected: bool) -> None:
 
 def test_random_orders(servers: list[Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = try_orders(servers, monkeypatch, GATE_ORDERS)
-    print(outcomes.most_common(60))
     assert outcomes["success"] > GATE_ORDERS
     assert outcomes["injected"] > GATE_ORDERS // 5
 
