@@ -19,10 +19,10 @@ def problem_of_address(bootstrap_addr: str) -> str:
     """Returns why a request cannot have this address of a bootstrap server, or ""."""
     host, _, port = bootstrap_addr.rpartition(":")
     try:
-        _check_host(host.removeprefix("[").removesuffix("]"))
+        _check_host(host.removeprefix("[").removesuffix("]"), "bootstrap_host")
         _integer(port, "bootstrap_port", 1, 65535)
     except ConfigError as error:
-        return f"bootstrap_host or bootstrap_port: {error}"
+        return str(error)
     return "bootstrap_host must be a text" if host == NOWHERE else ""
 
 
@@ -30,7 +30,7 @@ def checked_rank(answer: object) -> dict[str, Any]:
     """Returns what a bootstrap server said of a prefill rank, with a host and a port. Raises ConfigError."""
     if not isinstance(answer, dict):
         raise ConfigError(f"the bootstrap server describes a rank by a {type(answer).__name__}")
-    _check_host(answer.get("rank_ip"))
+    _check_host(answer.get("rank_ip"), "rank_ip")
     return answer | {"rank_port": _integer(answer.get("rank_port"), "rank_port", 1, 65535)}
 
 
@@ -70,14 +70,14 @@ def check_registration(data: object, registered: Mapping[str, Any]) -> None:
             )
     _integer(data.get("page_size"), "page_size", 1, 1 << 20)
     _integer(data.get("rank_port"), "rank_port", 1, 65535)
-    _check_host(data.get("rank_ip"))
+    _check_host(data.get("rank_ip"), "rank_ip")
 
 
-def _check_host(host: object) -> None:
+def _check_host(host: object, name: str) -> None:
     if not isinstance(host, str) or not 0 < len(host) <= _MAX_HOST_CHARS or not host.isascii():
-        raise ConfigError(f"rank_ip {host!r:.60} is no host")
+        raise ConfigError(f"{name} {host!r:.60} is no host")
     if not host.isprintable() or any(char in host for char in " /?#@"):
-        raise ConfigError(f"rank_ip {host!r:.60} is no host")
+        raise ConfigError(f"{name} {host!r:.60} is no host")
 
 
 def _integer(value: object, name: str, least: int, most: int) -> int:
