@@ -20,10 +20,6 @@ import zmq
 
 from kvlink.integrations.sglang.messages import CHUNK, FAILED, WANT, Chunk, Failed, Want
 
-_SERVER = {
-    "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 16, "kv_cache_dtype": "float32",
-    "follow_bootstrap_room": True,
-}  # fmt: skip
 _TIMEOUT_S = 20
 
 Answer = Callable[[Want], list[bytes]]
@@ -53,16 +49,18 @@ _ANSWERS: dict[str, Answer] = {
 }
 """The answers of peers to a want."""
 
-_SERVERS: dict[str, Any] = {
-    "another page size": _SERVER | {"page_size": 32},
-    "another KV dtype": _SERVER | {"kv_cache_dtype": "int8"},
-    "no ranks": _SERVER | {"attn_tp_size": 0},
-    "10^9 ranks": _SERVER | {"attn_tp_size": 10**9, "attn_cp_size": 10**9},
-    "pipeline stages": _SERVER | {"pp_size": 3},
-    "a list of servers": [_SERVER],
-    "data-parallel ranks that it does not know": _SERVER | {"dp_size": 4, "follow_bootstrap_room": False},
+_SERVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another page size": lambda real: real | {"page_size": 2 * real["page_size"]},
+    "another KV dtype": lambda real: real | {"kv_cache_dtype": "int8"},
+    "no ranks": lambda real: real | {"attn_tp_size": 0},
+    "10^9 ranks": lambda real: real | {"attn_tp_size": 10**9, "attn_cp_size": 10**9},
+    "pipeline stages": lambda real: real | {"pp_size": 3},
+    "a list of servers": lambda real: [real],
+    "data-parallel ranks that it does not know": lambda real: (
+        real | {"dp_size": 4, "follow_bootstrap_room": False}
+    ),
 }
-"""Descriptions that bootstrap servers give of their server."""
+"""Descriptions that bootstrap servers give of their server, made from that of the real one."""
 
 _RANKS: dict[str, Any] = {
     "a rank at a number": {"rank_ip": 7, "rank_port": "x"},
@@ -153,20 +151,24 @@ def hostile_messages(count: int) -> list[list[bytes]]:
     return [*garbage, [CHUNK] * 2000, *(want.to_frames() for want in wants)]
 
 
+def asked(port: str, rank: int) -> Any:
+    """Returns what the real bootstrap server says of its server (-1), or of a rank."""
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    query = "&".join(f"{name}={rank}" for name in names)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{query}", timeout=_TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
 def main() -> None:
     context = zmq.Context()
+    server, real = asked(sys.argv[1], -1), asked(sys.argv[1], 0)
     rank: dict[str, Any] = {"rank_ip": "127.0.0.1", "rank_port": peer(context, _ANSWERS["other caches"])}
-    ports = {name: bootstrap_server(server, rank) for name, server in _SERVERS.items()}
-    ports |= {name: bootstrap_server(_SERVER, rank) for name, rank in _RANKS.items()}
+    ports = {name: bootstrap_server(change(server), rank) for name, change in _SERVERS.items()}
+    ports |= {name: bootstrap_server(server, rank) for name, rank in _RANKS.items()}
     for name, answer in _ANSWERS.items():
-        ports[name] = bootstrap_server(_SERVER, rank | {"rank_port": peer(context, answer)})
+        ports[name] = bootstrap_server(server, rank | {"rank_port": peer(context, answer)})
     print(json.dumps(ports), flush=True)
-    query = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
     for line in sys.stdin:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{sys.argv[1]}/route?{query}", timeout=_TIMEOUT_S
-        ) as answer:
-            real = json.load(answer)
         messages = hostile_messages(int(line))
         send(context, real["rank_ip"], int(real["rank_port"]), messages)
         print(json.dumps(len(messages)), flush=True)
