@@ -131,6 +131,8 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
 
     _aux_index: int | None = None
     """The row of the metadata buffers; None until the pages are allocated."""
+    _unresolved_since: float | None = None
+    """When the request began, until the prefill server's data-parallel rank is known. SGLang waits for that for ever."""
 
     def problem(self) -> str:
         """Returns why the request cannot be served, or ""."""
@@ -139,7 +141,12 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
     @guarded()
     def init(self, prefill_dp_rank: int) -> None:
         """Finds the ranks of the prefill server."""
+        self._unresolved_since = None
         super().init(prefill_dp_rank)
+
+    def opened(self) -> None:
+        """Starts the time within which the prefill server must be known."""
+        self._unresolved_since = time.time()
 
     def _get_bootstrap_info_from_server(self, *route: Any) -> dict[str, Any] | None:
         answer = super()._get_bootstrap_info_from_server(*route)
@@ -185,6 +192,12 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         try:
             if self.conclude_state is None and self._aux_index is not None:
                 self._advance(self._aux_index)
+            since, limit_s = self._unresolved_since, self.kv_mgr.waiting_timeout
+            if since is not None and time.time() - since > limit_s:
+                raise ConfigError(
+                    f"the prefill server at {self.bootstrap_addr} did not say within {limit_s} s which of its "
+                    f"data-parallel ranks has bootstrap_room {self.bootstrap_room}"
+                )
             status = super().poll()
         except Exception as error:
             self.fail("poll", error)

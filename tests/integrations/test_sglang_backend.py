@@ -435,6 +435,16 @@ def conclude(ranks: list[Any], state: int) -> str:
     return "; ".join(reasons) or "success"
 
 
+def test_a_prefill_server_that_never_says_which_rank_has_the_room_fails_the_request(
+    prefill: Scheduler, decode: Scheduler
+) -> None:
+    """SGLang asks its bootstrap server again and again."""
+    receiver = decode.backend.KVLinkReceiver(decode.manager, prefill.address, ROOM)
+    assert receiver.poll() == KVPoll.Bootstrapping
+    decode.manager.waiting_timeout = -1
+    assert "which of its data-parallel ranks has" in failure_of(receiver)
+
+
 def test_sockets_to_idle_peers_are_closed(
     prefill: Scheduler, decode: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
