@@ -132,7 +132,7 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
     _aux_index: int | None = None
     """The row of the metadata buffers; None until the pages are allocated."""
     _unresolved_since: float | None = None
-    """When the request began, until the prefill server's data-parallel rank is known. SGLang waits for that for ever."""
+    """When the request began, until prefill's data-parallel rank is known. SGLang waits for that for ever."""
 
     def problem(self) -> str:
         """Returns why the request cannot be served, or ""."""
