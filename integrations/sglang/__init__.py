@@ -4,7 +4,11 @@
 - `backend`: SGLang's classes for a backend, derived from their common ones
 - `outgoing`: prefill's side, which offers the pages of requests chunk by chunk
 - `incoming`: decode's side, which pulls the pages of each request
+- `requests`: what keeps a request in its room, and its failure in the request
+- `manager`, `listener`: what a scheduler process has once, and the thread that receives the peers' messages
+- `wants`: which decode ranks prefill accepts, and when
 - `messages`: the messages between the two sides over SGLang's control sockets
+- `bootstrap`: the checks of what SGLang's bootstrap servers say
 - `caches`: SGLang's buffers as kvlink pools
 """
 
@@ -52,4 +56,22 @@ def register() -> None:
 
         return class_of(class_type)
 
+    def query_prefill_dp_ranks(original: Any, *args: Any, **options: Any) -> dict[str, int]:
+        from .bootstrap import checked_dp_ranks
+
+        return checked_dp_ranks(original(*args, **options))
+
+    def check_host(original: Any, address: Any) -> None:
+        """Keeps a client's bootstrap_host that is no text from ending the scheduler."""
+        from .bootstrap import NOWHERE
+
+        if not isinstance(address.host, str):
+            object.__setattr__(address, "host", NOWHERE)
+        original(address)
+
+    HookRegistry.register(
+        "sglang.srt.utils.network.NetworkAddress.__post_init__", check_host, HookType.AROUND
+    )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
+    receiver = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
+    HookRegistry.register(f"{receiver}.query_prefill_dp_ranks", query_prefill_dp_ranks, HookType.AROUND)

@@ -14,107 +14,149 @@ So only decode writes into decode's pages, and an abort there has only its own p
 
 from __future__ import annotations
 
-import logging
+import time
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
+from aiohttp import web
 from sglang.srt.disaggregation.base import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVBootstrapServer,
-    CommonKVReceiver,
-    CommonKVSender,
-    KVTransferError,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import KVClassType
 
-from kvlink.errors import KVLinkError
+from kvlink.errors import ConfigError, KVLinkError
 
+from .bootstrap import check_registration, checked_rank, problem_of_address
 from .manager import KVLinkManager
+from .requests import OwnsRoom, guarded
 from .restarts import Route, with_route
 
-_log = logging.getLogger("kvlink.sglang")
 
-
-class _OwnsRoom:
-    """Makes a sender or a receiver do nothing in a room that another live request of this process owns.
-
-    SGLang stores status, failure and peers by room alone, and all of these belong to the owner.
-    """
-
-    kv_mgr: KVLinkManager
-    bootstrap_room: int
-    conclude_state: Any
-    _refused: str = ""
-
-    def __init__(
-        self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
-    ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)  # type: ignore[call-arg]
-        self._refused = self.kv_mgr.live_rooms.assign(self.bootstrap_room, self)
-        if self._refused:
-            self._owns_bootstrap_room = False
-            self.conclude_state = KVPoll.Failed
-            _log.warning("refused a request: %s", self._refused)
-
-    def _release_room(self) -> None:
-        self.kv_mgr.live_rooms.release(self.bootstrap_room, self)
-
-    def failure_exception(self) -> None:
-        """Raises the error of the request."""
-        if self._refused:
-            raise KVTransferError(self.bootstrap_room, self._refused)
-        super().failure_exception()  # type: ignore[misc]
-
-
-class KVLinkSender(_OwnsRoom, CommonKVSender):  # type: ignore[misc]
+class KVLinkSender(OwnsRoom, CommonKVSender):  # type: ignore[misc]
     """A request on the prefill server. SGLang frees its pages after `clear` or `abort`."""
+
+    _prefix_tokens = 0
+    _waits_since: float | None = None
+    """When a request without pages to send began. SGLang never sends one whose prompt is shorter than its prefix."""
+
+    def opened(self) -> None:
+        """Admits the decode ranks that asked before."""
+        self.kv_mgr.open_room(self.bootstrap_room)
+
+    @guarded(otherwise=0)
+    def pop_decode_prefix_len(self) -> int:
+        """Returns the number of tokens that decode has cached."""
+        self._prefix_tokens = super().pop_decode_prefix_len()
+        return self._prefix_tokens
+
+    @guarded()
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Prepares for this number of pages."""
+        super().init(num_kv_indices, aux_index)
+        if num_kv_indices < 0:
+            raise ConfigError(self._too_much_cached())
+        if num_kv_indices == 0 and self._prefix_tokens:
+            self._waits_since = time.time()
+
+    @guarded()
+    def send(self, *args: Any, **options: Any) -> None:
+        """Offers a chunk."""
+        self._waits_since = None
+        super().send(*args, **options)
+
+    @guarded()
+    def mark_prefill_complete(self) -> None:
+        """Tells decode that the prompt is computed, if decode waits for that."""
+        super().mark_prefill_complete()
+
+    @guarded()
+    def get_max_transfer_tokens(self) -> int | None:
+        """Returns the limit of one chunk."""
+        return cast("int | None", super().get_max_transfer_tokens())
 
     def poll(self) -> Any:
         """Returns a KVPoll. Never waits."""
         self.kv_mgr.collect()
-        return super().poll()
+        if not self.owns_room:
+            return self.conclude_state
+        try:
+            since = self._waits_since
+            if since is not None and time.time() - since > self.kv_mgr.bootstrap_timeout:
+                raise ConfigError(self._too_much_cached())
+            return super().poll()
+        except Exception as error:
+            self.fail("poll", error)
+            return KVPoll.Failed
 
+    @guarded()
     def clear(self) -> None:
         """Ends the leases that are still active, after which the pages may be written."""
-        if self._refused:
-            return
-        self.kv_mgr.outgoing.end(self.bootstrap_room)
-        if self.conclude_state == KVPoll.Failed:
-            self.kv_mgr.remember_failed(self.bootstrap_room)
-        super().clear()
-        self._release_room()
+        has_failed = self.conclude_state != KVPoll.Success
+        with ExitStack() as last:
+            last.callback(self.leave)
+            last.callback(super().clear)
+            last.callback(self.kv_mgr.close_room, self.bootstrap_room, has_failed)
+            self.stop()
 
+    @guarded()
     def abort(self) -> None:
-        """Aborts the request and notifies decode, which otherwise waits for its timeout."""
-        if self._refused:
-            return
+        """Aborts the request and notifies decode, which otherwise waits for its timeout.
+
+        SGLang does not always call `clear` afterwards, so the room is given back here.
+        """
+        self.reason = "aborted on prefill"
+        with ExitStack() as last:
+            last.callback(self.kv_mgr.forget, self.bootstrap_room)
+            last.callback(self.leave)
+            last.callback(super().clear)
+            last.callback(super().abort)
+            last.callback(self.tell_failure, self.reason)
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the leases."""
         self.kv_mgr.outgoing.end(self.bootstrap_room)
-        self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason="aborted on prefill")
-        super().abort()
+
+    def tell_failure(self, reason: str) -> None:
+        """Marks the room as failed and notifies the decode ranks."""
+        self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
+
+    def _too_much_cached(self) -> str:
+        return f"decode says that it has {self._prefix_tokens} tokens of the prompt, which are more than the prompt has"
 
 
-class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
+class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
     """A request on the decode server. SGLang frees its pages after a failed `poll`, after `clear` or `abort`."""
 
     _aux_index: int | None = None
     """The row of the metadata buffers; None until the pages are allocated."""
+    _unresolved_since: float | None = None
+    """When the request began, until prefill's data-parallel rank is known. SGLang waits for that for ever."""
 
-    def __init__(
-        self, mgr: KVLinkManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
-    ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
-        owner = mgr.live_rooms.owner(bootstrap_room)
-        if self._refused and getattr(owner, "bootstrap_addr", "") != bootstrap_addr:
-            # A failure of this prefill server does not concern the room's owner.
-            mgr.addr_to_rooms_tracker[bootstrap_addr].discard(bootstrap_room)
+    def problem(self) -> str:
+        """Returns why the request cannot be served, or ""."""
+        return super().problem() or problem_of_address(self.bootstrap_addr)
+
+    @guarded()
+    def init(self, prefill_dp_rank: int) -> None:
+        """Finds the ranks of the prefill server."""
+        self._unresolved_since = None
+        super().init(prefill_dp_rank)
+
+    def opened(self) -> None:
+        """Starts the time within which the prefill server must be known."""
+        self._unresolved_since = time.time()
 
     def _get_bootstrap_info_from_server(self, *route: Any) -> dict[str, Any] | None:
-        return with_route(super()._get_bootstrap_info_from_server(*route), cast(Route, route))
+        answer = super()._get_bootstrap_info_from_server(*route)
+        return None if answer is None else with_route(checked_rank(answer), cast(Route, route))
 
     def _register_kv_args(self) -> bool:
         """Does nothing: prefill needs no addresses of decode."""
         return self.bootstrap_infos is not None
 
+    @guarded()
     def send_metadata(
         self,
         kv_indices: Any,
@@ -124,40 +166,74 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         """Tells prefill that pages are allocated. From now on kvlink may write them."""
-        if self._refused:
-            return
-        if self.bootstrap_infos:
+        if (destination := options.get("destination")) is not None and destination != "device":
+            raise ConfigError("kvlink does not write into host memory; set no host receive threshold")
+        generation = None
+        if self.bootstrap_infos and self.conclude_state is None:
             num_ranks = sum(not info["is_dummy"] for info in self.bootstrap_infos)
-            self.kv_mgr.incoming.drop(self.bootstrap_room)  # an earlier owner may have left without a message
-            self.kv_mgr.incoming.expect(self.bootstrap_room, kv_indices, state_indices or (), num_ranks)
+            generation = self._expect(kv_indices, state_indices or (), num_ranks)
             self._aux_index = aux_index
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **options)
+        if self.init_time is not None:  # each prefill rank knows the attempt: an abort can name it
+            self._abort_generation = generation
+
+    def _expect(self, pages: Any, states: Sequence[Any], num_ranks: int) -> int:
+        incoming, room = self.kv_mgr.incoming, self.bootstrap_room
+        incoming.drop(room)  # an earlier owner may have left without a message
+        incoming.expect(room, pages, states, num_ranks)
+        generation = incoming.generation(room)
+        weakref.finalize(self, incoming.abandon, room, generation).atexit = False
+        return generation
 
     def poll(self) -> Any:
         """Returns a KVPoll. Waits only for the current piece when pulls are ended."""
-        if self._refused:
+        if not self.owns_room:
+            return self.conclude_state
+        try:
+            if self.conclude_state is None and self._aux_index is not None:
+                self._advance(self._aux_index)
+            since, limit_s = self._unresolved_since, self.kv_mgr.waiting_timeout
+            if since is not None and time.time() - since > limit_s:
+                raise ConfigError(
+                    f"the prefill server at {self.bootstrap_addr} did not say within {limit_s} s which of its "
+                    f"data-parallel ranks has bootstrap_room {self.bootstrap_room}"
+                )
+            status = super().poll()
+        except Exception as error:
+            self.fail("poll", error)
             return KVPoll.Failed
-        if self.conclude_state is None and self._aux_index is not None:
-            self._advance(self._aux_index)
-        status = super().poll()
         if status == KVPoll.Failed:
-            self.kv_mgr.incoming.drop(self.bootstrap_room)
+            self.stop()
         return status
 
+    @guarded()
     def clear(self) -> None:
         """Ends the active pulls."""
-        if self._refused:
-            return
-        self.kv_mgr.incoming.drop(self.bootstrap_room)
-        super().clear()
-        self._release_room()
+        with ExitStack() as last:
+            last.callback(self.leave)
+            last.callback(super().clear)
+            self.stop()
 
+    @guarded()
     def abort(self) -> None:
         """Ends the active pulls and notifies prefill."""
-        if self._refused:
-            return
-        self.kv_mgr.incoming.drop(self.bootstrap_room)
+        self.stop()
         super().abort()
+
+    @guarded()
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Notifies prefill once."""
+        super().ensure_abort_notified(force_arm=force_arm)
+
+    def stop(self) -> None:
+        """Ends the pulls. On return nothing writes the pages any more."""
+        self.kv_mgr.incoming.drop(self.bootstrap_room)
+
+    def tell_failure(self, reason: str) -> None:
+        """Marks the room as failed and notifies the prefill ranks."""
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.ensure_abort_notified()
 
     def _advance(self, aux_index: int) -> None:
         try:
@@ -167,10 +243,20 @@ class KVLinkReceiver(_OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.aux.write(aux_index, rows)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         except KVLinkError as error:
-            self.kv_mgr.record_failure(self.bootstrap_room, f"{type(error).__name__}: {error}")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.ensure_abort_notified()
-        self.kv_mgr.incoming.drop(self.bootstrap_room)
+            self.tell_failure(f"{type(error).__name__}: {error}")
+        self.stop()
+
+
+class KVLinkBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's registry of prefill ranks, which accepts only ranks that can belong to this server."""
+
+    async def _handle_route_put(self, request: web.Request) -> web.StreamResponse:
+        sizes = ("attn_tp_size", "attn_cp_size", "pp_size")
+        try:
+            check_registration(await request.json(), {name: getattr(self, name, None) for name in sizes})
+        except (ConfigError, ValueError) as error:
+            return web.Response(text=f"kvlink refuses this rank: {error}", status=400)
+        return cast(web.StreamResponse, await super()._handle_route_put(request))
 
 
 _CLASSES = {
@@ -178,7 +264,7 @@ _CLASSES = {
     KVClassType.MANAGER: KVLinkManager,
     KVClassType.SENDER: KVLinkSender,
     KVClassType.RECEIVER: KVLinkReceiver,
-    KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer,
+    KVClassType.BOOTSTRAP_SERVER: KVLinkBootstrapServer,
 }
 
 

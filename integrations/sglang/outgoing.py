@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,17 +91,26 @@ class Outgoing:
                 room = self._room_of.pop(event.request_id, None)
                 if room is None:
                     continue
-                del self._rooms[room].pinned[event.request_id]
+                if (state := self._rooms.get(room)) is not None:
+                    state.pinned.pop(event.request_id, None)
                 how = f"the lease of its pages {event.how.value} after {event.held_s:.1f} s"
                 yield room, "" if event.how is LeaseEnd.SETTLED else how
 
     def end(self, room: int) -> None:
-        """Ends the active offers. A read in progress becomes stale, so the pages may be written. Idempotent."""
+        """Ends the active offers. A read in progress becomes stale, so the pages may be written. Idempotent.
+
+        After an error the others are ended all the same, and the error is raised.
+        """
         state = self._rooms.pop(room, None)
-        for name, cache in state.pinned.items() if state else ():
-            del self._room_of[name]
-            with suppress(UnknownRequest):  # it has ended, and its event is not read yet
-                cache.worker.abort(name)
+        with ExitStack() as offers:
+            for name, cache in state.pinned.items() if state else ():
+                self._room_of.pop(name, None)
+                offers.callback(_end, cache, name)
+
+
+def _end(cache: Cache, name: str) -> None:
+    with suppress(UnknownRequest):  # it has ended, and its event is not read yet
+        cache.worker.abort(name)
 
 
 def _items(cache: Cache, written: Written) -> array[int]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 
 from kvlink.errors import ConfigError
 
@@ -39,6 +40,11 @@ def _refuse_unsupported(manager: Any) -> None:
         "context parallelism (--attn-cp-size, --dcp-size)": manager.attn_cp_size > 1 or manager.dcp_size > 1,
         "a sharded KV cache (--enable-kv-cache-sharding)": manager.kv_shard_size > 1,
         "a draft model's KV cache (speculative decoding)": manager.kv_args.num_draft_entries > 0,
+        "reception in host memory (--disaggregation-decode-host-receive-threshold)": (
+            get_disagg().disaggregation_decode_host_receive_threshold < 1
+        ),
+        "switching roles (--enable-pd-role-switch)": bool(manager.server_args.enable_pd_role_switch),
+        "staging buffers (SGLANG_DISAGG_STAGING_BUFFER)": bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
     }
     for what, is_wanted in wanted.items():
         if is_wanted:

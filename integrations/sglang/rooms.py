@@ -8,9 +8,6 @@ one of them would get the tokens of the other, so the second is refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-
-from .messages import Want
 
 
 class LiveRooms:
@@ -27,8 +24,9 @@ class LiveRooms:
         if self._owners.setdefault(room, owner) is owner:
             return ""
         return (
-            f"bootstrap_room {room} belongs to a request that is still running here; let the router choose another "
-            "one for each request, and for each attempt at one"
+            f"bootstrap_room {room} belongs to a request that is still running here; the samples of a request with n "
+            "above 1 share one room, which is not supported with disaggregation: send one request for each sample; "
+            "else let the router choose another one for each request, and for each attempt at one"
         )
 
     def owner(self, room: int) -> object | None:
@@ -43,17 +41,3 @@ class LiveRooms:
         """Releases the room of a request that has ended. Another owner's room stays. Idempotent."""
         if self.owns(room, owner):
             del self._owners[room]
-
-
-def refusal(wants: Mapping[tuple[str, int], Want], want: Want) -> str:
-    """Returns why a want cannot join those of its room, or "": it comes from the same rank of another decode server.
-
-    `wants` is keyed by the address of the decode rank.
-    """
-    for address, other in wants.items():
-        if other.tp_rank == want.tp_rank and address != (want.endpoint, want.dst_port):
-            return (
-                f"bootstrap_room {want.room} is already handed off to the decode server at {other.endpoint}:"
-                f"{other.dst_port} ; let the router choose another room for each request"
-            )
-    return ""

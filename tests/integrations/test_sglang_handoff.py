@@ -36,7 +36,9 @@ ROOM = 77
 class Server:
     """The memory of one rank as SGLang lists it: K and V of every layer, and one state of two layers."""
 
-    def __init__(self, role: str, tp_rank: int = 0, tp_size: int = 1, **config: Any) -> None:
+    def __init__(
+        self, role: str, tp_rank: int = 0, tp_size: int = 1, *, has_states: bool = True, **config: Any
+    ) -> None:
         rng = np.random.default_rng(tp_rank + (role == "prefill"))
         heads = HEADS // tp_size
         self.kv = [
@@ -44,7 +46,7 @@ class Server:
         ]
         self.states = [rng.integers(0, 256, (SLOTS, STATE_BYTES), np.uint8) for _ in range(2)]
         rank = Rank(f"{role}{tp_rank}", "tiny", "uint8", PAGE, HEADS, tp_rank, tp_size)
-        states = [("mamba", buffers_of(self.states))] if tp_size == 1 else []
+        states = [("mamba", buffers_of(self.states))] if has_states else []
         self.caches = open_caches(buffers_of(self.kv), states, rank, WorkerConfig(**config))
         self.outgoing, self.incoming = Outgoing(self.caches), Incoming(self.caches)
         self.want = Want(ROOM, 0, "127.0.0.1", 1, HEADS, tp_rank, tp_size, 1, 0, False)
@@ -81,12 +83,13 @@ def send(
     prefill: Server, wants: list[Want], pages: list[int], *, first: int = 0, tokens: int | None = None,
     last: bool = True, slots: list[int] | None = None, rank: int = 0,
 ) -> list[Chunk]:  # fmt: skip
-    states = [np.array(slots)] if slots else []
+    has_states = last and any(cache.component is not None for cache in prefill.caches)
+    states = [np.array([0] if slots is None else slots)] if has_states else []
     written = Written(np.array(pages), tokens or len(pages) * PAGE, states, last)
     tickets = prefill.outgoing.offer(ROOM, written, wants)
     aux = (b"first token",) if last else ()
     return [
-        Chunk(ROOM, want.generation, rank, first, len(pages), last, tuple(its), aux)
+        Chunk(ROOM, want.generation, rank, first, len(pages), last, len(prefill.caches), tuple(its), aux)
         for want, its in zip(wants, tickets, strict=True)
     ]
 
@@ -135,7 +138,7 @@ def test_the_last_chunk_may_overtake_another(start: Callable[..., Server]) -> No
 
 def test_a_prompt_that_decode_has_cached_needs_no_page(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill"), start("decode")
-    [chunk] = send(prefill, [decode.expect([], [])], [])
+    [chunk] = send(prefill, [decode.expect([], [])], [], slots=[])
     assert delivered(prefill)
     decode.incoming.arrived(chunk)
     assert decode.incoming.poll(ROOM) == (b"first token",)
@@ -145,8 +148,8 @@ def test_a_prompt_that_decode_has_cached_needs_no_page(start: Callable[..., Serv
 def test_ranks_of_another_degree_read_their_heads(
     start: Callable[..., Server], owners: int, readers: int
 ) -> None:
-    prefill = [start("prefill", rank, owners) for rank in range(owners)]
-    decode = [start("decode", rank, readers) for rank in range(readers)]
+    prefill = [start("prefill", rank, owners, has_states=False) for rank in range(owners)]
+    decode = [start("decode", rank, readers, has_states=False) for rank in range(readers)]
     wants = [rank.expect([3, 4], [], owners) for rank in decode]
     for number, owner in enumerate(prefill):
         for reader, chunk in zip(
@@ -233,7 +236,7 @@ def test_a_room_may_end_whose_settled_offers_nobody_has_looked_at(start: Callabl
 def test_a_reader_that_never_comes_costs_the_lease_and_no_more(start: Callable[..., Server]) -> None:
     prefill, decode = start("prefill", lease_s=0.05), start("decode")
     send(prefill, [decode.expect([1], [0])], [10])
-    [(room, problem)] = eventually(lambda: list(prefill.outgoing.ended()))
+    [(room, problem), *_] = eventually(lambda: list(prefill.outgoing.ended()))
     assert room == ROOM
     assert "expired" in problem
 
@@ -243,7 +246,7 @@ def test_more_pages_or_caches_than_decode_has_are_refused(start: Callable[..., S
     [chunk] = send(prefill, [decode.expect([1, 2], [0])], [10, 11])
     wrong = {
         "decode has 2": replace(chunk, first_page=1),
-        "cache 9": replace(chunk, tickets=((9, chunk.tickets[0][1]),)),
+        "9 groups of caches and decode has 2": replace(chunk, num_caches=9),
         "offers 2 items": replace(chunk, num_pages=1),
     }
     for words, bad in wrong.items():
@@ -252,6 +255,34 @@ def test_more_pages_or_caches_than_decode_has_are_refused(start: Callable[..., S
         decode.incoming.arrived(replace(bad, generation=generation))
         with pytest.raises(ConfigError, match=words):
             decode.incoming.poll(ROOM)
+
+
+def test_pages_that_are_written_twice_are_refused(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    want = decode.expect([1, 2, 3], [0])
+    for first, pages in ((0, [10, 11]), (1, [12])):
+        [chunk] = send(prefill, [want], pages, first=first, last=False)
+        decode.incoming.arrived(chunk)
+    with pytest.raises(ConfigError, match="prefill rank 0 wrote pages 1 to 2 twice"):
+        decode.incoming.poll(ROOM)
+
+
+@pytest.mark.parametrize(
+    ("without", "reason"),
+    [("state", "nothing of cache 1"), ("ticket", r"offered \[1\] of 2 pages of cache 0")],
+)
+def test_bytes_that_nobody_offered_are_missed(
+    start: Callable[..., Server], without: str, reason: str
+) -> None:
+    """Decode went on with whatever was in its memory."""
+    prefill, decode = start("prefill"), start("decode")
+    want = decode.expect([1, 2], [0])
+    [early] = send(prefill, [want], [10], last=False)
+    [late] = send(prefill, [want], [11], first=1, slots=[] if without == "state" else None)
+    decode.incoming.arrived(replace(early, tickets=()) if without == "ticket" else early)
+    decode.incoming.arrived(late)
+    with pytest.raises(ConfigError, match=reason):
+        eventually(lambda: decode.incoming.poll(ROOM))
 
 
 def test_states_are_read_by_ranks_of_the_same_degree_only() -> None:
@@ -271,6 +302,7 @@ def test_another_model_is_named_before_a_byte_is_read(start: Callable[..., Serve
     incoming = Incoming(caches)
     incoming.expect(ROOM, np.array([1]), [], 1)
     [chunk] = send(prefill, [replace(decode.want, generation=incoming.generation(ROOM))], [3])
+    chunk = replace(chunk, num_caches=1, tickets=chunk.tickets[:1])
     incoming.arrived(chunk)
     with pytest.raises(KVLinkError, match="differs"):
         eventually(lambda: incoming.poll(ROOM))

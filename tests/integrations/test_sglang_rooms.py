@@ -13,11 +13,9 @@ from test_sglang_handoff import Server, same, send
 from transports.processes import eventually
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.sglang.messages import Want
-from kvlink.integrations.sglang.rooms import LiveRooms, refusal
+from kvlink.integrations.sglang.rooms import LiveRooms
 
 ROOM = 5
-WANT = Want(ROOM, 1, "10.0.0.1", 7000, 8, 0, 2, 2, 0, False)
 
 
 class Request:
@@ -42,22 +40,6 @@ def test_an_owner_that_is_gone_has_given_its_room_back() -> None:
     rooms.assign(ROOM, first)
     del first
     assert rooms.assign(ROOM, second) == ""
-
-
-@pytest.mark.parametrize(
-    ("other", "refused"),
-    [
-        (WANT, False),  # said twice
-        (replace(WANT, generation=2), False),
-        (replace(WANT, dst_port=7001, tp_rank=1), False),
-        (replace(WANT, dst_port=7001), True),
-        (replace(WANT, endpoint="10.0.0.2"), True),
-    ],
-)
-def test_two_decode_servers_with_one_room(other: Want, refused: bool) -> None:
-    output = refusal({(WANT.endpoint, WANT.dst_port): WANT}, other)
-    assert bool(output) is refused
-    assert ("10.0.0.1:7000" in output) is refused
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tracing.memory import collecting_here
 def test_a_room_is_one_trace() -> None:
     with (
         collecting_here() as collected,
-        closing(Server("prefill")) as prefill,
-        closing(Server("decode")) as decode,
+        closing(Server("prefill", has_states=False)) as prefill,
+        closing(Server("decode", has_states=False)) as decode,
     ):
-        want = decode.expect([1, 2], [0])
+        want = decode.expect([1, 2], [])
         chunks = send(prefill, [want], [10], last=False) + send(prefill, [want], [11], first=1)
         for chunk in chunks:
             decode.incoming.arrived(chunk)
