@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from kvlink.background import ControlThread
 from kvlink.control import AgentClients, Renewal, SettleOrder
 from kvlink.errors import KVLinkError, UnknownRequest
-from kvlink.integrations.request_names import printable
 from kvlink.runtime import supervised
 from kvlink.ticket import LeaseSeat
 
+from ..request_names import printable
 from .handoff import Handoff, Owner
 from .renewals import LONGEST_S, Renewals, Seat
 
