@@ -34,6 +34,8 @@ LENGTH, CONTROL_LENGTH = 300, 200
 LEASE_S = 12
 _SETTLE_S = 60.0
 _DEAD_S = 10.0
+_NOTICED_S = 60.0
+"""The time in which the router finds a server that was started again."""
 
 _ONE_RANK = {"model": "llama", "policy": "recompute", "lease_s": LEASE_S}
 _FAILING = {**_ONE_RANK, "policy": "fail"}
@@ -66,11 +68,13 @@ def front(pair: Pair) -> Iterator[Server]:
 
 
 @pytest.fixture
-def alive(pair: Pair, all_prompts: None) -> Iterator[None]:
+def alive(pair: Pair, front: Server, all_prompts: None) -> Iterator[None]:
     """Starts what an earlier test ended, and fails the test that ends something."""
     for role in ("prefill", "decode"):
         if not getattr(pair, role).healthy():
             setattr(pair, role, getattr(pair, role).restarted().wait())
+    known = prompt("warm up", 300)
+    assert eventually(lambda: ask(front.url, pair.model, known, 1).status == 200, _NOTICED_S)
     yield
     ended = [role for role in ("prefill", "decode") if has_ended(getattr(pair, role))]
     assert not ended, "\n".join(f"{role} HAS ENDED: {why_ended(getattr(pair, role))}" for role in ended)
