@@ -7,8 +7,10 @@ Whoever catches one calls `RequestGuard.caught`, then reports the request as fai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 from .request_names import printable
 
@@ -34,6 +36,14 @@ class RequestGuard:
             error,
             exc_info=error if first else None,
         )
+
+    @contextlib.contextmanager
+    def around(self, kind: str, request_id: object = "") -> Iterator[None]:
+        """Keeps an exception of the block inside it, where nothing is left to undo or to report."""
+        try:
+            yield
+        except Exception as error:
+            self.caught(kind, request_id, error)
 
     def take_counts(self) -> dict[str, int]:
         """Returns and resets the counts."""

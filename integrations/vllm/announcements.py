@@ -20,6 +20,7 @@ from kvlink.control import CoordinatorClient, Offer
 from kvlink.errors import ConfigError, KVLinkError, UnknownRequest
 from kvlink.tracing import TraceParent
 
+from ..request_names import name_of, printable
 from .handoff import Owner
 from .handoff_parts import Part
 
@@ -123,7 +124,7 @@ class Announcements:
             with tracing.joined(trace):
                 await self._coordinator_client().offer(offer)
         except KVLinkError as error:
-            _log.warning("not announced request=%s error=%s", offer.request_id, error)
+            _log.warning("not announced request=%s error=%s", printable(offer.request_id), error)
             raise
 
     async def _follow(self, following: Following) -> None:
@@ -154,7 +155,8 @@ class Announcements:
                 )
             except ValueError:
                 raise ConfigError(
-                    f"{name} is announced by several servers; let the router choose a new name for each request"
+                    f"{printable(name)} is announced by several servers; let the router choose a new name for each "
+                    "request"
                 ) from None
             except UnknownRequest:
                 if left_s <= _CLAIM_S:
@@ -174,4 +176,5 @@ class Announcements:
 
 
 def _numbered(name: str, number: int) -> str:
-    return f"{name}/{number}"
+    """Returns the name of a part, which the coordinator takes whatever the router's name is."""
+    return name_of(f"{name}/{number}")

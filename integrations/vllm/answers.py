@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlink.prefix_digests import PrefixDigests
 
+from ..request_names import name_of
 from .cached_blocks import CachedBlocks
 from .handoff import Handoff, RankInfo, expanded
 from .lease_slots import SharedSeats
@@ -72,13 +73,15 @@ class Answers:
         offered = blocks[: num_digests * blocks_each]
         num_tokens = len(offered) * block_tokens
         digests = prefix_digests(request, num_tokens, blocks_each * block_tokens)
-        seat = self._seats.take()
+        seat, name = self._seats.take(), name_of(request.request_id)
         ids = expanded(offered, own.kernel_blocks[0])
+        self._cache.offer(
+            offered, name if shared else ""
+        )  # first: an offer that is not watched gives wrong bytes
         commands.offered.append(SoftLease(seat, ids, self._ttl_s))
-        self._cache.offer(offered, request.request_id if shared else "")
         self._counts["shared" if shared else "offered"] += 1
         return Handoff(
-            request_id=request.request_id,
+            request_id=name,
             owners=tuple(rank.owner for rank in ranks),
             seats=(seat,),
             groups=(ids,),

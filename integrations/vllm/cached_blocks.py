@@ -8,15 +8,79 @@ requests of a step, of which a connector beside another one does not see all.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvlink.errors import ConfigError
+
+_WATCHED = frozenset({"get_new_blocks", "evict_blocks", "reset_prefix_cache"})
+_KEEP_CONTENT = frozenset({"cache_full_blocks", "cache_partial_block", "move_block_hashes"})
+"""Methods that give blocks other hashes. In caches of full attention, no step writes a full block after them."""
+
+
+def check_pool(pool_class: type) -> None:
+    """Raises ConfigError if a pool has a method that makes blocks forget their hashes and that is not known here.
+
+    A block that gets new content forgets its hash. If a later vLLM did so in another method, offers would not end.
+    """
+    functions = _functions_of(pool_class)
+    forgets = {name for name, body in functions.items() if _forgets(body)}
+    while more := {
+        name for name, body in functions.items() if name not in forgets and _called(body) & forgets - _WATCHED
+    }:
+        forgets |= more
+    unknown = sorted(name for name in forgets - _WATCHED - _KEEP_CONTENT if not name.startswith("_"))
+    if unknown:
+        raise ConfigError(
+            f"KVLinkConnector cannot offer this vLLM's cached blocks: BlockPool.{unknown[0]} makes blocks forget their "
+            "content, and kvlink does not know this method; turn bidirectional and share_prefixes off, or use vLLM 0.32"
+        )
+
+
+def _functions_of(pool_class: type) -> dict[str, ast.AST]:
+    """Returns the methods of a class and of those that it extends, except constructors. Raises ConfigError."""
+    functions: dict[str, ast.AST] = {}
+    for one in pool_class.__mro__[:-1]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        except (OSError, TypeError, SyntaxError) as error:
+            raise ConfigError(
+                f"KVLinkConnector cannot offer cached blocks: it cannot read how vLLM's {one.__name__} gives them away "
+                f"({error}); turn bidirectional and share_prefixes off"
+            ) from None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+                functions.setdefault(node.name, node)
+    return functions
+
+
+def _forgets(body: ast.AST) -> bool:
+    return "reset_hash" in _called(body) or any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and any(isinstance(target, ast.Attribute) and "block_hash" in target.attr for target in node.targets)
+        for node in ast.walk(body)
+    )
+
+
+def _called(body: ast.AST) -> set[str]:
+    calls = (node.func for node in ast.walk(body) if isinstance(node, ast.Call))
+    return {call.attr for call in calls if isinstance(call, ast.Attribute)}
+
 
 class CachedBlocks:
-    """The block pool of a server, and those of its blocks that are offered. Used on the scheduler's thread only."""
+    """The block pool of a server, and those of its blocks that are offered. Used on the scheduler's thread only.
+
+    Raises ConfigError as `check_pool` does.
+    """
 
     def __init__(self, pool: Any) -> None:
+        check_pool(type(pool))
         self._pool = pool
         self._offered: set[int] = set()
         self._given_away: list[int] = []

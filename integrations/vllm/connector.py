@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the class that vLLM loads (0.32, 0.33). It translates; `scheduler` and `worker` do the work."""
+"""Defines the class that vLLM loads (0.32, 0.33). It translates; `scheduler` and `worker` do the work.
+
+vLLM ends the engine when one of these methods raises. Both sides keep an exception inside the request that it is of.
+The methods that may raise say so.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +129,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._worker is None else KVLinkHandshake(self._worker.rank_info)
 
     def handle_preemptions(self, kv_connector_metadata: KVLinkMetadata) -> None:
-        """Ends offers of blocks that the step writes. vLLM calls it before anything else of the step."""
+        """Ends offers of blocks that the step writes. vLLM calls it before anything else of the step.
+
+        An exception must end the step: readers would take the new content of such a block for what was offered.
+        """
         if self._worker is not None:
             self._worker.before_writes(kv_connector_metadata.commands)
 
@@ -133,9 +140,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Carries out the commands before the step: pulls start now, not after the forward, where vLLM starts them."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            commands = connector_metadata.commands
-            pulls = commands.loads or commands.parts
-            self._worker.carry_out(commands, launched(self._tensors) if pulls else None)
+            self._worker.carry_out(connector_metadata.commands, lambda: launched(self._tensors))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: the loads have started already."""
@@ -151,7 +156,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and self.has_connector_metadata():
             written = self._get_connector_metadata().commands.written
             if written:
-                self._worker.computed(written, launched(self._tensors))
+                self._worker.computed(written, lambda: launched(self._tensors))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns what ended since the last step."""
@@ -170,7 +175,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         woken, self._woken = self._woken, {}
         if self._worker is None:
             return KVLinkWorkerMetadata(woken) if woken else None
-        held, costs = self._worker.take_held(), self._worker.take_costs()
+        held, costs = self._worker.take_held(), self._worker.take_costs()  # counts that cannot fail
         return KVLinkWorkerMetadata(woken, Counter(held), costs) if woken or held or costs else None
 
     def get_kv_connector_stats(self) -> KVLinkStats | None:
@@ -180,6 +185,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 unused=self._scheduling.take_counts(),
                 decisions=self._scheduling.decisions.take(),
                 turns=self._scheduling.turns.take_counts(),
+                guarded=self._scheduling.guard.take_counts(),
             )
         data = self._worker.take_stats() if self._worker is not None else None
         return None if data is None else KVLinkStats(data=data)
@@ -196,7 +202,11 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store_ranks(ours)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Follows which cached blocks get new content, if their content is offered."""
+        """Follows which cached blocks get new content, if their content is offered.
+
+        Raises ConfigError for a pool that forgets blocks in a way that is not known here. The pool's methods may raise
+        from now on: a block that is given away unseen would be read as what was offered.
+        """
         if self._scheduler.turns.answers is not None:
             self._scheduler.turns.answers.watch(gpu_block_pool)
 
@@ -223,22 +233,23 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLinkMetadata:
         """Returns the metadata of this step."""
-        self._scheduler.scheduled(self._chunks(scheduler_output), scheduler_output.preempted_req_ids or ())
+        preempted = scheduler_output.preempted_req_ids or ()
+        self._scheduler.scheduled(lambda: self._chunks(scheduler_output), preempted)
         return KVLinkMetadata(
             self._scheduler.take_commands(idle=scheduler_output.total_num_scheduled_tokens == 0)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Handles what the workers reported."""
-        self._scheduler.incoming.received(
-            connector_output.finished_recving or (), connector_output.failed_recving or ()
-        )
-        self._scheduler.sent(connector_output.finished_sending or ())
+        scheduler = self._scheduler
+        scheduler.received(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        scheduler.sent(connector_output.finished_sending or ())
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, KVLinkWorkerMetadata):
             self._store_ranks(reported.rank_infos)
-            self._scheduler.held(reported.holders)
-            self._scheduler.decisions.learn(reported.costs)
+            scheduler.held(reported.holders)
+            with scheduler.guard.around("costs"):
+                scheduler.decisions.learn(reported.costs)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Calls `request_finished_all_groups` for a model with one group."""
@@ -251,7 +262,10 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.finished(request, block_ids, request.status in _COMPLETE)
 
     def reset_cache(self) -> bool:
-        """Serves /reset_prefix_cache?reset_external=true. Returns False while leases are active until the next step."""
+        """Serves /reset_prefix_cache?reset_external=true. Returns False while leases are active until the next step.
+
+        vLLM answers an exception with an error of this call, and goes on.
+        """
         return self._scheduler.reset()
 
     # The following methods run in either process.
@@ -259,7 +273,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Closes both sides; a server that drains waits for its readers first. Idempotent."""
         if self._worker is not None:
-            self._worker.drain(drain_s(self._vllm_config))
+            with self._worker.guard.around("drain"):
+                self._worker.drain(drain_s(self._vllm_config))
         self.unregister_kv_caches()
         if self._scheduling is not None:
             self._scheduling.close()

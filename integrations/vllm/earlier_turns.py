@@ -17,11 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from kvlink.errors import ConfigError
 
+from ..request_names import printable
 from .announcements import Announcements
+from .boundary import is_name, mismatch
 from .handoff import KEY, Handoff, RankInfo
 from .prefix_lookups import PrefixLookups
 from .prefixes import prefix_digests
@@ -34,7 +36,6 @@ ANSWER_AS = "kvlink_answer_as"
 """In `kv_transfer_params` of decode, the name under which it offers its answer at the coordinator."""
 ANSWER_OF = "kvlink_answer_of"
 """In those of prefill, the name of the last turn's answer."""
-_MAX_NAME = 256
 _ASK_S = 0.1
 """The wait for an answer whose end the client knows earlier than the coordinator."""
 
@@ -105,7 +106,14 @@ class EarlierTurns:
             if handoff is not None:
                 self._turns[request.request_id] = _Turn(handoff, _common_tokens(request, handoff))
         turn = self._turns.get(request.request_id)
-        return max(turn.num_tokens - num_computed, 0) if turn is not None else 0
+        if turn is None:
+            return 0
+        if not ranks:
+            return None  # the workers report with the first step
+        if why := mismatch(turn.handoff, ranks[0]):
+            self._refuse(request.request_id, why)
+            return 0
+        return max(turn.num_tokens - num_computed, 0)
 
     def begins(
         self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
@@ -132,11 +140,17 @@ class EarlierTurns:
         if asked is not None:
             asked.cancel()
 
+    def _refuse(self, request_id: str, why: str) -> None:
+        del self._turns[request_id]
+        self._counts["another_layout"] += 1
+        _log.warning("request %s: its last turn's answer cannot be pulled: %s", printable(request_id), why)
+
     def _learn(self, request: Any, asked: Future[bytes]) -> None:
         error = CancelledError() if asked.cancelled() else asked.exception()
         if error is not None:
             self._counts["not_offered"] += 1
-            _log.info("request %s: its last turn's answer is not offered: %s", request.request_id, error)
+            name = printable(request.request_id)
+            _log.info("request %s: its last turn's answer is not offered: %s", name, error)
             return
         try:
             params = json.loads(asked.result())
@@ -144,11 +158,6 @@ class EarlierTurns:
             self._counts["malformed"] += 1
         else:
             self._take(request, params)
-
-
-def is_name(name: Any) -> TypeGuard[str]:
-    """Returns whether an answer can be offered under this name."""
-    return isinstance(name, str) and 0 < len(name) <= _MAX_NAME
 
 
 def _common_tokens(request: Any, handoff: Handoff) -> int:

@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlink.addresses import can_be_dialled, split_address
+from kvlink.addresses import joined as host_and_port
 from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
+from kvlink.names import MAX_NAME_BYTES, check_name
 from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
@@ -32,6 +35,8 @@ KEY = "kvlink"
 _SIGNATURE = "signature"
 _MAX_OWNERS = 1024
 _DIGEST_BYTES = 16
+_MAX_TOKENS = 2**31 - 1
+_MAX_EPOCH = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class RankInfo:
     """By cache group, the tokens of vLLM in a block of the pool, or 0 for states."""
     kernel_blocks: tuple[int, ...]
     """By cache group, the number of these blocks in one of the scheduler's."""
+    token_units: tuple[int, ...]
+    """By cache group, the `CacheGroup.token_unit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,8 @@ class Handoff:
             check_signature(given)
             return _parse(given)
         except (KeyError, TypeError, ValueError, RecursionError, binascii.Error) as error:
-            raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {error!r}") from None
+            why = f"{type(error).__name__}: {error!s:.120}"
+            raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {why}") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -236,7 +244,14 @@ def _list(value: Any, most: int) -> list[Any]:
 
 def _owner(value: Any) -> Owner:
     worker_id, epoch, agent = map(_text, _list(value, 3))
-    return Owner(worker_id, int(epoch), agent)
+    check_name(worker_id, "worker id")
+    owner = Owner(worker_id, int(epoch), agent)
+    if not worker_id.isprintable() or not 0 <= owner.epoch <= _MAX_EPOCH:
+        raise ValueError("an owner that no worker can be")
+    host, port = split_address(agent)
+    if len(agent) > MAX_NAME_BYTES or host_and_port(host, port) != agent or not can_be_dialled(host):
+        raise ValueError("an owner at an address that cannot be dialled")
+    return owner
 
 
 def _blocks_of(text: str) -> array[int]:
@@ -247,16 +262,30 @@ def _blocks_of(text: str) -> array[int]:
     return blocks
 
 
+def _sizes(text: str, groups: Sequence[array[int]], num_tokens: int) -> tuple[int, ...]:
+    """Returns the tokens in a block of each group, whose blocks hold at most 2^31 - 1 tokens. A state is one block."""
+    sizes = tuple(map(int, text.split(",", MAX_GROUPS)))
+    if len(sizes) != len(groups) or not 1 <= num_tokens <= _MAX_TOKENS:
+        raise ValueError("not one size of blocks for each group, or an impossible number of tokens")
+    for size, ids in zip(sizes, groups, strict=True):
+        if not 0 <= size <= _MAX_TOKENS or len(ids) * size > _MAX_TOKENS or (size == 0 and len(ids) > 1):
+            raise ValueError("blocks of an impossible size")
+    return sizes
+
+
 def _parse(given: Mapping[str, Any]) -> Handoff:
     first = Ticket.from_text(_text(given["ticket"]))
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
-    groups = (first.block_ids, *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS)))
-    sizes, prompt = _text(given["block_tokens"]).split(",", MAX_GROUPS), _text(given["prompt"])
-    block_tokens = tuple(map(int, sizes))
-    if len(block_tokens) != len(groups) or not all(0 <= size < 2**32 for size in block_tokens):
-        raise ValueError("blocks of an impossible size, or not one for each group")
-    if not owners or first.num_tokens < 1 or len(prompt) != 2 * _DIGEST_BYTES:
-        raise ValueError("no owners, no tokens, or no digest")
+    groups = (
+        first.block_ids,
+        *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS - 1)),
+    )
+    block_tokens, prompt = (
+        _sizes(_text(given["block_tokens"]), groups, first.num_tokens),
+        _text(given["prompt"]),
+    )
+    if not owners or len(prompt) != 2 * _DIGEST_BYTES or sum(map(len, groups)) > MAX_BLOCKS:
+        raise ValueError("no owners, no digest, or too many blocks")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace, first.digests,

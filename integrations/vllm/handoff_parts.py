@@ -60,14 +60,16 @@ class Part:
             check_signature(given)
             if _GONE in given:
                 raise StaleBlocks(
-                    f"the prefill server aborted the request: {str(given[_GONE])[:80]}", StaleReason.ABORTED
+                    f"the prefill server aborted the request: {given[_GONE]!r:.80}", StaleReason.ABORTED
                 )
             num_tokens, last, written = given["num_tokens"], given["last"], given["written"]
             sure = given.get("sure", False)
             handoff = Handoff.from_params(given)
             remaining = _remaining(given.get("remaining_s"))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"a part of a handoff is malformed: {error!r}") from None
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError(
+                f"a part of a handoff is malformed: {type(error).__name__}: {error!s:.120}"
+            ) from None
         if type(num_tokens) is not int or not all(isinstance(one, bool) for one in (last, written, sure)):
             raise ConfigError("a part of a handoff is malformed: a field has another type")
         if not handoff.num_tokens <= num_tokens < 2**31 or (last and handoff.num_tokens != num_tokens):

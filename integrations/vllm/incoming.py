@@ -12,10 +12,13 @@ from typing import Any
 from kvlink.errors import ConfigError
 from kvlink.layout import Share, num_seats
 
+from ..request_guard import RequestGuard
+from ..request_names import printable
 from .announcements import Announcements
 from .awaited_request import AwaitedRequest
+from .boundary import is_name, mismatch, take_params
 from .caches import Rank
-from .handoff import KEY, Handoff
+from .handoff import KEY, Handoff, RankInfo
 from .handoff_parts import STREAM
 from .prompt_inputs import has_embeddings
 from .rejections import is_rejection
@@ -35,10 +38,14 @@ Digest = Callable[[Any, int], str]
 class Incoming:
     """The requests that ask for a remote prefill, from arrival until they are loaded. Nothing here waits.
 
-    `own` is the RankInfo of any of this server's ranks. `digest` is prefill's digest function. `counts` counts handoffs
-    that were not used, by reason. `windows` are those of the cache groups that are transferred. With `stateful`, some
-    groups are states, namely those after the last token that prefill computed. `decisions` says when pulls begin.
+    `own` is any of this server's ranks, and `layout` its caches, None until the workers have reported. `digest` is
+    prefill's digest function. `counts` counts handoffs that were not used, by reason. `windows` are those of the cache
+    groups that are transferred. With `stateful`, some groups are states, namely those after the last token that prefill
+    computed. `decisions` says when pulls begin.
+    `guard` keeps what fails for one request inside it.
     """
+
+    layout: RankInfo | None = None
 
     def __init__(
         self,
@@ -49,6 +56,7 @@ class Incoming:
         windows: Windows = (),
         stateful: bool = False,
         decisions: StreamDecisions | None = None,
+        guard: RequestGuard | None = None,
     ) -> None:
         self._own = own
         self._announcements = announcements
@@ -57,6 +65,7 @@ class Incoming:
         self._windows = windows
         self._stateful = stateful
         self._decisions = decisions or StreamDecisions()
+        self._guard = guard or RequestGuard(_log)
         self._remote = RemoteLeases()
         self._shared_leases = SharedLeases()
         self._requests: dict[str, AwaitedRequest] = {}
@@ -65,8 +74,8 @@ class Incoming:
 
     def arrived(self, request: Any) -> None:
         """Registers a request and keeps its lease alive, as it may wait for long before it is scheduled."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        params = take_params(request)
+        if not params.get("do_remote_prefill"):
             return
         name = params.get(STREAM)
         if is_rejection(request):
@@ -80,7 +89,7 @@ class Incoming:
                 incoming.refused = str(error)
             else:
                 self._take(request, incoming, handoff, handoff.num_tokens)
-        elif self._announcements is not None and isinstance(name, str) and name:
+        elif self._announcements is not None and is_name(name):
             following = self._announcements.follow(name, trace_of(request))
             self._requests[request.request_id] = AwaitedRequest(following=following, ask_again=True)
         else:
@@ -100,6 +109,11 @@ class Incoming:
             return 0, False
         if incoming.awaited and not self._begun(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
+        if incoming.handoff is not None and not incoming.refused:
+            if self.layout is None:
+                return None, False  # the workers report with the first step
+            if why := mismatch(incoming.handoff, self.layout, self._own.total_heads):
+                self._refuse_layout(request.request_id, incoming, incoming.handoff, why)
         if incoming.handoff is not None and not incoming.refused:
             if self._shared_leases.must_wait(incoming.handoff, request.request_id):
                 return None, False
@@ -145,7 +159,12 @@ class Incoming:
         for request_id, incoming in self._requests.items():
             if incoming.following is None or not incoming.started:
                 continue
-            parts, incoming.parts = incoming.parts + incoming.following.take(), []
+            try:
+                parts, incoming.parts = incoming.parts + incoming.following.take(), []
+            except Exception as error:
+                self._guard.caught("follow", request_id, error)
+                commands.cut[request_id] = "its parts cannot be followed"
+                continue
             if parts:
                 incoming.ask_again = not (parts[-1].last and parts[-1].sure)
                 commands.parts[request_id] = parts
@@ -155,19 +174,37 @@ class Incoming:
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Handles loads that ended, well or not. Ranks that none of ours reads from are released."""
         for request_id in request_ids:
-            incoming = self._pop(request_id)
-            if incoming is None or incoming.handoff is None or incoming.refused:
-                continue
-            handoff, well = incoming.handoff, request_id not in failed
-            if well:
-                self._shared_leases.has_read(handoff)
-            last = self._shared_leases.leave(handoff, request_id)
-            if incoming.ask_again:
-                self._leave(handoff)
-            elif incoming.settles and well:
-                self._give_back(handoff, self._unread(range(len(handoff.owners))), used=True)
-            elif last:
-                self._give_back(handoff, range(len(handoff.owners)), used=True)
+            incoming = self._requests.get(request_id)
+            if incoming is not None and incoming.handoff is not None and not incoming.refused:
+                with self._guard.around("received", request_id):
+                    self._left(request_id, incoming, incoming.handoff, well=request_id not in failed)
+            self.abandon(request_id)
+
+    def _left(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, *, well: bool) -> None:
+        if well:
+            self._shared_leases.has_read(handoff)
+        last = self._shared_leases.leave(handoff, request_id)
+        if incoming.ask_again:
+            self._leave(request_id, handoff)
+        elif incoming.settles and well:
+            self._give_back(handoff, self._unread(range(len(handoff.owners))), used=True)
+        elif last:
+            self._give_back(handoff, range(len(handoff.owners)), used=True)
+
+    def abandon(self, request_id: str) -> None:
+        """Forgets a request in any state, after an exception, and gives its lease back. Raises nothing."""
+        incoming = self._requests.pop(request_id, None)
+        with self._guard.around("undo", request_id):
+            self._remote.forget(request_id)
+        if incoming is None:
+            return
+        with self._guard.around("undo", request_id):
+            if incoming.following is not None:
+                incoming.following.stop()
+        handoff = incoming.handoff
+        if handoff is not None and self._shared_leases.leave(handoff, request_id):
+            with self._guard.around("undo", request_id):
+                self._give_back(handoff, range(len(handoff.owners)), used=incoming.started)
 
     def ended(self, request: Any, commands: StepCommands) -> None:
         """Handles the end of a request in any state."""
@@ -202,6 +239,23 @@ class Incoming:
             if incoming.following is not None:
                 incoming.following.stop()
         self._remote.close()
+
+    def _refuse_layout(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, why: str) -> None:
+        """Refuses a handoff that no rank of this server can read, and gives its lease back."""
+        self._counts["another_layout"] += 1
+        incoming.refused = (
+            f"the caches of its prefill server ({handoff.owners[0].worker_id}) have another layout: {why}; start both "
+            "servers with the same model, cache groups and block size"
+        )
+        incoming.handoff = None
+        self._remote.forget(request_id)
+        if incoming.following is not None:
+            incoming.following.stop()
+        if self._shared_leases.leave(handoff, request_id):
+            if incoming.ask_again:
+                self._leave(request_id, handoff)
+            else:
+                self._give_back(handoff, range(len(handoff.owners)), used=False)
 
     def _rejected(self, request: Any) -> None:
         """Releases the blocks of a request that this server refused, or whose client left before it was admitted."""
@@ -253,7 +307,7 @@ class Incoming:
             self._remote.watch(request.request_id, handoff)
 
     def _compute_here(self, request: Any, why: str) -> None:
-        _log.warning("request %s: %s; computing it here", request.request_id, why)
+        _log.warning("request %s: %s; computing it here", printable(request.request_id), why)
         request.kv_transfer_params["do_remote_prefill"] = False
         self._counts["not_offered"] += 1
 
@@ -272,7 +326,7 @@ class Incoming:
         """Releases the lease, unless the handoff belongs to another request, or others are under its lease."""
         incoming = self._pop(request_id)
         if incoming is not None and incoming.awaited and incoming.parts:
-            self._leave(incoming.parts[-1].handoff)
+            self._leave(request_id, incoming.parts[-1].handoff)
         if incoming is None or incoming.handoff is None or incoming.refused:
             return
         handoff = incoming.handoff
@@ -281,7 +335,7 @@ class Incoming:
             return
         self._counts[reason] += not read
         if incoming.ask_again:
-            self._leave(handoff)
+            self._leave(request_id, handoff)
         else:
             self._give_back(handoff, range(len(handoff.owners)), used=read)
 
@@ -297,12 +351,12 @@ class Incoming:
         self._counts["used_already"] += 1
         _log.info(
             "request %s: its handoff (prefill request %s) was already used here; computing it here",
-            request.request_id,
-            handoff.request_id,
+            printable(request.request_id),
+            printable(handoff.request_id),
         )
 
-    def _leave(self, handoff: Handoff) -> None:
-        others = (incoming.handoff for incoming in self._requests.values())
+    def _leave(self, request_id: str, handoff: Handoff) -> None:
+        others = (one.handoff for name, one in self._requests.items() if name != request_id)
         if not any(other is not None and other.seats == handoff.seats for other in others):
             self._remote.leave(handoff)
 

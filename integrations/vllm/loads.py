@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -16,6 +15,8 @@ from kvlink.errors import KVLinkError, PeerUnreachable, StaleBlocks
 from kvlink.transfer.device_work import DeviceWork
 from kvlink.transfer.explain import PathTaken
 
+from ..request_guard import RequestGuard
+from ..request_names import printable
 from .caches import Caches
 from .handoff import Handoff, expanded
 from .handoff_parts import Part
@@ -26,7 +27,10 @@ from .windows import gap_in
 
 _log = logging.getLogger("vllm.kvlink")
 
-_REASONS: dict[type[KVLinkError], str] = {StaleBlocks: "stale", PeerUnreachable: "unreachable"}
+Launched = Callable[[], DeviceWork | None]
+"""Returns the kernels that were launched by now, or None if they have run."""
+
+_REASONS: dict[type[Exception], str] = {StaleBlocks: "stale", PeerUnreachable: "unreachable"}
 """The metric labels of some errors; the others have the name of their exception."""
 
 
@@ -42,12 +46,18 @@ class _Loading:
     """By cache group, the number of tokens that the pulls so far cover."""
     complete: bool = True
     """True once no more parts come."""
-    error: KVLinkError | None = None
+    error: Exception | None = None
     """The error because of which it cannot succeed; pulls may still run."""
     early_bytes: int = 0
     """The bytes that were here when the last part was announced."""
     settles: bool = True
     """False leaves the lease to the scheduler's side: others are under it, or the handoff may come once more."""
+
+    def fail(self, error: Exception) -> None:
+        """Lets it end as failed, once the pulls that are cancelled here have ended."""
+        self.error = self.error or error
+        for pull in self.pulls:
+            pull.cancel()
 
     def over(self) -> bool:
         """Returns whether nothing runs, and nothing more will be started."""
@@ -69,10 +79,11 @@ class _Loading:
 class Loads:
     """The loads of one rank. It is called around vLLM's steps; kvlink's own threads move the bytes."""
 
-    def __init__(self, worker: Worker, caches: Caches, stats: RankStats) -> None:
+    def __init__(self, worker: Worker, caches: Caches, stats: RankStats, guard: RequestGuard) -> None:
         self._worker = worker
         self._caches = caches
         self._stats = stats
+        self._guard = guard
         self._loading: dict[str, _Loading] = {}
         self._known: set[tuple[str, str]] = set()
         self._costs: dict[str, LoadCost] = {}
@@ -80,27 +91,32 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loading)
 
-    def start(self, load: Load, launched: DeviceWork | None = None) -> None:
+    def start(self, load: Load, launched: Launched) -> None:
         """Starts a pull, or waits for `add`. Takes microseconds; a new peer is connected in the background.
 
-        Nothing is written before `launched` has ended.
+        Nothing is written before what `launched` returns has ended.
         """
-        groups = len(self._caches.groups)
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
-        loading.pulled_to = [load.first_token] * groups
+        loading.pulled_to = [load.first_token] * len(self._caches.groups)
         loading.settles = load.settles
         if load.refused or load.handoff is None:
-            loading.error = StaleBlocks(f"request {load.request_id}: {load.refused}")
+            loading.error = StaleBlocks(load.refused)
         elif load.in_parts:
             loading.complete = False
         else:
             self._pull(loading, load.handoff, load.num_tokens, launched, written=True)
 
-    def add(self, request_id: str, part: Part, launched: DeviceWork | None = None) -> None:
+    def add(self, request_id: str, part: Part, launched: Launched) -> None:
         """Pulls what a part has beyond the previous ones. Ignores parts of a load that has ended."""
         loading = self._loading.get(request_id)
         if loading is None or loading.complete or loading.error is not None:
             return
+        try:
+            self._add(loading, part, launched)
+        except Exception as error:
+            self._failed("part", loading, error)
+
+    def _add(self, loading: _Loading, part: Part, launched: Launched) -> None:
         loading.complete = part.last
         if part.last:
             loading.settles = part.sure and loading.load.settles
@@ -112,28 +128,48 @@ class Loads:
         """Ends the wait for parts. What is here is discarded, unless all of it was announced."""
         loading = self._loading.get(request_id)
         if loading is not None and not loading.complete and loading.error is None:
-            loading.error = StaleBlocks(f"request {request_id}: {why}")
+            loading.error = StaleBlocks(why)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all have ended, for at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         for loading in self._loading.values():
-            for pull in loading.pulls:
-                with contextlib.suppress(KVLinkError):  # `take` reports it
-                    pull.wait(max(deadline - time.monotonic(), 0))
+            try:
+                for pull in loading.pulls:
+                    if _wait(pull, max(deadline - time.monotonic(), 0)) is not None:
+                        break  # `take` reports it
+            except Exception as error:
+                self._failed("load", loading, error)
 
     def take(self) -> tuple[set[str], set[str]]:
         """Returns those that ended since the last call, and those of them that failed. Never waits."""
         ended, failed = set(), set()
-        for request_id in [name for name, loading in self._loading.items() if loading.over()]:
-            loading = self._loading.pop(request_id)
+        for request_id, loading in list(self._loading.items()):
+            if not self._over(loading):
+                continue
+            del self._loading[request_id]
             ended.add(request_id)
-            if loading.error is None:
-                self._conclude(request_id, loading)
-            else:
+            if loading.error is not None:
                 failed.add(request_id)
-                self._report(loading.load, loading.error)
+            with self._guard.around("report", request_id):  # the bytes are here, or they are not
+                if loading.error is None:
+                    self._conclude(request_id, loading)
+                else:
+                    self._report(loading.load, loading.error)
         return ended, failed
+
+    def _over(self, loading: _Loading) -> bool:
+        try:
+            return loading.over()
+        except Exception as error:
+            self._failed("load", loading, error)
+            return False  # its pulls may still write; the next step looks again
+
+    def _failed(self, kind: str, loading: _Loading, error: Exception) -> None:
+        """Keeps an exception inside one load, which fails."""
+        self._guard.caught(kind, loading.load.request_id, error)
+        with self._guard.around(kind, loading.load.request_id):
+            loading.fail(error)
 
     def take_costs(self) -> dict[str, LoadCost]:
         """Returns the cost of loads by prefill server, for the servers that loads came from since the last call."""
@@ -141,7 +177,7 @@ class Loads:
         return costs
 
     def _pull(
-        self, loading: _Loading, handoff: Handoff, end: int, launched: DeviceWork | None, *, written: bool
+        self, loading: _Loading, handoff: Handoff, end: int, launched: Launched, *, written: bool
     ) -> None:
         """Starts a pull of what the cache groups have up to token `end`, if they have any that is not here."""
         start = time.perf_counter_ns()
@@ -151,16 +187,16 @@ class Loads:
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 settle = loading.settles and not loading.load.in_parts
                 loading.pulls.append(
-                    self._start(loading.load, handoff, ranges, written, settle=settle, after=launched)
+                    self._start(loading.load, handoff, ranges, written, settle=settle, after=launched())
                 )
                 loading.pulled_to = [
                     end if first < upto else before
                     for (first, upto), before in zip(ranges, loading.pulled_to, strict=True)
                 ]
         except KVLinkError as error:
-            loading.error = error
-            for started in loading.pulls:
-                started.cancel()
+            loading.fail(error)
+        except Exception as error:
+            self._failed("load", loading, error)
         loading.post_ns += time.perf_counter_ns() - start
 
     def _start(
@@ -237,7 +273,7 @@ class Loads:
         for path in paths:
             if (path.worker_id, path.transport) not in self._known:
                 self._known.add((path.worker_id, path.transport))
-                _log.info("request %s came from %s", request_id, path)
+                _log.info("request %s came from %s", printable(request_id), path)
 
     def _predict(self, load: Load, paths: Sequence[PathTaken]) -> None:
         """Predicts later loads like this one, now that the paths have learned from it."""
@@ -256,30 +292,35 @@ class Loads:
         if shares:
             self._costs[load.handoff.owners[0].worker_id] = cost_of(shares)
 
-    def _report(self, load: Load, error: KVLinkError) -> None:
+    def _report(self, load: Load, error: Exception) -> None:
         reason = _REASONS.get(type(error), type(error).__name__)
         if (
             load.handoff is not None and load.handoff.soft
         ):  # ordinary: its owner may write the blocks at any time
             self._stats.turns[_why(error) or reason] += 1
-            _log.info("request %s: its last turn's answer is computed again: %s", load.request_id, error)
+            name = printable(load.request_id)
+            _log.info("request %s: its last turn's answer is computed again: %s", name, error)
             return
         self._stats.failures[reason] += 1
         _log.warning(
             "request %s (prefill request %s): its KV cache was not loaded, and not used: %s",
-            load.request_id,
-            load.handoff.request_id if load.handoff is not None else "unknown",
+            printable(load.request_id),
+            printable(load.handoff.request_id) if load.handoff is not None else "unknown",
             error,
         )
 
 
-def _why(error: KVLinkError) -> str:
+def _why(error: Exception) -> str:
     return error.why.name.lower() if isinstance(error, StaleBlocks) and error.why.value else ""
 
 
 def _error_of(pull: Pull) -> KVLinkError | None:
+    return _wait(pull, 0)
+
+
+def _wait(pull: Pull, timeout_s: float) -> KVLinkError | None:
     try:
-        pull.wait(0)
+        pull.wait(timeout_s)
     except KVLinkError as error:
         return error
     return None

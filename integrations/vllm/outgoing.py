@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 from kvlink.ticket import LeaseSeat
 from kvlink.tracing import TraceParent
 
+from ..request_guard import RequestGuard
 from .announcements import Announcements
+from .boundary import is_name
 from .handoff import Handoff, RankInfo, expanded
 from .handoff_parts import STREAM, STREAMS_FROM, Part
 from .stream_decisions import StreamDecisions
 from .stream_timing import Remaining
-
-_MAX_NAME = 256
 
 GroupIds = tuple[list[int], ...]
 Writes: TypeAlias = "Callable[[Any, tuple[LeaseSeat, ...], tuple[array[int], ...], int, str], Handoff]"
@@ -97,7 +97,8 @@ class Outgoing:
     """The requests whose blocks are announced while they are computed.
 
     Prompts shorter than `from_tokens` are not. `grows` says, by group, whether its blocks stay until the prompt's end.
-    `decisions` counts prompts that are not announced, by reason. `clock` gives seconds.
+    `decisions` counts prompts that are not announced, by reason. A request that `guard` caught an exception of is not
+    announced any more, and is handed off with its answer. `clock` gives seconds.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Outgoing:
         grows: Sequence[bool],
         ttl_s: float,
         decisions: StreamDecisions,
+        guard: RequestGuard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._announcements = announcements
@@ -114,6 +116,7 @@ class Outgoing:
         self._grows = tuple(grows)
         self._ttl_s = ttl_s
         self._decisions = decisions
+        self._guard = guard
         self._clock = clock
         self._requests: dict[str, _Outgoing] = {}
 
@@ -133,7 +136,7 @@ class Outgoing:
     ) -> None:
         """Starts to announce a request that is scheduled for the first time; its reader may be waiting for it."""
         name = (request.kv_transfer_params or {}).get(STREAM)
-        if self._announcements is None or not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        if self._announcements is None or not is_name(name):
             return
         if request.num_prompt_tokens < self._from_tokens:
             self._decisions.count("short")
@@ -155,22 +158,37 @@ class Outgoing:
         """Announces what a step computes. Returns how many of the pool's blocks are written once it has run."""
         written = {}
         for request_id in self._requests.keys() & chunks.keys():
-            out, chunk = self._requests[request_id], chunks[request_id]
+            out = self._requests[request_id]
             if out.ends:
                 continue
-            for group, more in zip(out.blocks, chunk.new_blocks, strict=False):
-                group.extend(more)
-            whole = int(out.request.num_prompt_tokens)
-            end = min(int(out.request.num_computed_tokens) + chunk.num_tokens, whole)
-            out.ends = end == whole
-            out.begin_chunk(chunk.num_tokens, end, self._clock())
-            # A block that is not full will be written again by the next chunk.
-            block_tokens = self._growth(own[0])
-            written[request_id] = out.num_blocks = (
-                -(-end // block_tokens) if out.ends else end // block_tokens
-            )
-            self._announce(out, own, write, chunk.num_tokens)
+            try:
+                self._advance(out, chunks[request_id], own, write)
+                written[request_id] = out.num_blocks
+            except Exception as error:
+                self._stop(request_id, own[0], error)
         return written
+
+    def _advance(self, out: _Outgoing, chunk: Chunk, own: Sequence[RankInfo], write: Writes) -> None:
+        for group, more in zip(out.blocks, chunk.new_blocks, strict=False):
+            group.extend(more)
+        whole = int(out.request.num_prompt_tokens)
+        end = min(int(out.request.num_computed_tokens) + chunk.num_tokens, whole)
+        out.ends = end == whole
+        out.begin_chunk(chunk.num_tokens, end, self._clock())
+        # A block that is not full will be written again by the next chunk.
+        block_tokens = self._growth(own[0])
+        out.num_blocks = -(-end // block_tokens) if out.ends else end // block_tokens
+        self._announce(out, own, write, chunk.num_tokens)
+
+    def stop_all(self, own: RankInfo, error: Exception) -> None:
+        """Stops announcing every request, because it is not known what the step computes."""
+        for request_id in list(self._requests):
+            self._stop(request_id, own, error)
+
+    def _stop(self, request_id: str, own: RankInfo, error: Exception) -> None:
+        self._guard.caught("announce", request_id, error)
+        with self._guard.around("announce", request_id):
+            self.cancel(request_id, own, "it cannot be announced any more")
 
     def held(self, holders: Mapping[str, int], own: Sequence[RankInfo], write: Writes) -> None:
         """Counts that so many more workers hold the leases of these requests."""
@@ -179,11 +197,17 @@ class Outgoing:
             out.holders += holders[request_id]
             if out.holders < len(own):
                 continue
-            running_tokens = out.chunk_tokens
-            if out.token_s is None:  # the first chunk is computed, and no other one scheduled
-                out.end_chunk(self._clock())
-                running_tokens = 0
-            self._announce(out, own, write, running_tokens)
+            try:
+                self._all_hold(out, own, write)
+            except Exception as error:
+                self._stop(request_id, own[0], error)
+
+    def _all_hold(self, out: _Outgoing, own: Sequence[RankInfo], write: Writes) -> None:
+        running_tokens = out.chunk_tokens
+        if out.token_s is None:  # the first chunk is computed, and no other one scheduled
+            out.end_chunk(self._clock())
+            running_tokens = 0
+        self._announce(out, own, write, running_tokens)
 
     def finish(self, request_id: str, own: RankInfo, handoff: Handoff) -> str:
         """Announces the rest. Returns the name under which everything was announced, or "" if not everything was."""

@@ -15,6 +15,7 @@ from kvlink.control.prefix_values import FoundPrefix
 from kvlink.errors import ConfigError
 from kvlink.worker.prefix_choice import PrefillMeter, pull_or_compute
 
+from ..request_names import printable
 from .handoff import Handoff, RankInfo
 from .peer_prefixes import PeerPrefixes
 from .prefixes import MOST_DIGESTS, prefix_digests, shared_span
@@ -77,13 +78,14 @@ class PrefixLookups:
         error = CancelledError() if asked.cancelled() else asked.exception()
         if error is not None:
             self._counts["directory_failed"] += 1
-            _log.info("request %s: the directory of prefixes does not answer: %s", request.request_id, error)
+            name = printable(request.request_id)
+            _log.info("request %s: the directory of prefixes does not answer: %s", name, error)
             return None
         if not (found := asked.result()):
             return None
         try:
             handoff = Handoff.from_params(json.loads(found[0].tickets[0]))
-        except (ConfigError, ValueError, RecursionError):
+        except (ConfigError, ValueError, LookupError, RecursionError):
             self._counts["malformed"] += 1
             return None
         return handoff if self._pays(request, handoff, common(request, handoff) - num_computed) else None
@@ -118,6 +120,6 @@ class PrefixLookups:
         else:
             choice = pull_or_compute(num_tokens, cost.predict_s(num_tokens), rate, margin=_MARGIN)
             reason, pays = choice.reason, choice.pull
-        _log.debug("request %s %s", request.request_id, reason)
+        _log.debug("request %s %s", printable(request.request_id), reason)
         self._counts["found" if pays else "computed_is_faster"] += 1
         return pays

@@ -39,7 +39,7 @@ def prefix_digests(request: Any, num_tokens: int, span: int) -> list[bytes]:
     tokens = memoryview(array("q", request.all_token_ids[:num_tokens]))
     chain = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     if salt := getattr(request, "cache_salt", None):
-        chain.update(b"salt\0" + str(salt).encode() + b"\0")
+        chain.update(b"salt\0" + str(salt).encode("utf-8", "surrogatepass") + b"\0")
     others = bool(request.mm_features or request.lora_request)
     digests = []
     for end in range(span, num_tokens + 1, span):

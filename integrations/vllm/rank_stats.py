@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +42,10 @@ class RankStats:
     """The bytes of loads in parts that were here before the prefill's last chunk began."""
     _leases: int = 0
 
-    def take(self, leases: int, oldest_s: float) -> dict[str, Any] | None:
-        """Returns plain data for vLLM's statistics, or None if nothing happened."""
-        if not (self.transfers or self.failures or self.turns or self.expired or leases or self._leases):
+    def take(self, leases: int, oldest_s: float, guarded: Mapping[str, int]) -> dict[str, Any] | None:
+        """Returns plain data for vLLM's statistics, or None if nothing happened. `guarded` is of RequestGuard."""
+        happened = self.transfers or self.failures or self.turns or self.expired or guarded
+        if not (happened or leases or self._leases):
             return None
         self._leases = leases  # a change to 0 is reported once
         data = {
@@ -53,6 +55,7 @@ class RankStats:
             "unused": {},
             "decisions": {},
             "turns": dict(self.turns),
+            "guarded": dict(guarded),
             "expired": self.expired,
             "early_bytes": self.early_bytes,
             "leases": leases,

@@ -2,6 +2,10 @@
 """Implements the scheduler's side, in the engine's process: it decides which requests are handed off or loaded.
 
 It is called between steps; nothing here waits or does I/O. Requests and blocks are vLLM's own.
+
+An exception that left one of these methods would end the engine. So each is kept inside its request, whose reservations
+are undone: it is computed here, or not handed off. Two may leave: those of code that establishes which offered blocks
+get new content, and those of a reset, which vLLM reports to its caller.
 """
 
 from __future__ import annotations
@@ -9,12 +13,15 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvlink.ticket import LeaseSeat
 
+from ..request_guard import RequestGuard
+from ..request_names import name_of, printable
 from .announcements import Announcements
+from .boundary import take_params
 from .caches import Rank
 from .handoff import KEY, Handoff, RankInfo, expanded, prompt_digest
 from .handoff_parts import ANNOUNCED
@@ -25,7 +32,7 @@ from .prompt_inputs import features_of, has_embeddings
 from .sent_tickets import SentTickets
 from .stateful import Stateful
 from .states import States
-from .step_commands import HandedOff, StepCommands
+from .step_commands import HandedOff, Load, StepCommands
 from .stream_decisions import StreamDecisions
 from .traces import Traces
 from .turns import Turns
@@ -80,37 +87,61 @@ class SchedulerSide:
         self._sent = SentTickets()
         self.counts: Counter[str] = Counter()
         """Handoffs that were not used since the last `take_counts`, by reason."""
+        self.guard = RequestGuard(_log)
         self._windows = windows
         self._stateful = Stateful(states)
         self.decisions = StreamDecisions(always=streams_always)
         self.incoming = Incoming(
-            own, announcements, self._digest, self.counts, windows, self._stateful.any, self.decisions
+            own,
+            announcements,
+            self._digest,
+            self.counts,
+            windows,
+            self._stateful.any,
+            self.decisions,
+            self.guard,
         )
-        self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions)
+        self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions, self.guard)
         self.turns = turns or Turns()
         self.turns.use_costs(self.decisions.cost_of)
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
+        self.incoming.layout = self._ranks[0] if self._ranks else None
 
     def arrived(self, request: Any) -> None:
         """Registers a request, before it is scheduled. From now on decode's lease at prefill is kept alive."""
-        self.incoming.arrived(request)
-        self.turns.arrived(request)
-        params = request.kv_transfer_params
-        if self._may_send and params and params.get("do_remote_decode"):
-            self._stateful.shorten(request)
+        try:
+            params = take_params(request)
+            self.incoming.arrived(request)
+            self.turns.arrived(request)
+            if self._may_send and params.get("do_remote_decode"):
+                self._stateful.shorten(request)
+        except Exception as error:
+            self._abandon("arrival", request, error)
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
-        earlier = self.turns.num_matched(request, num_computed, self._ranks)
-        if earlier == 0:
-            return self.incoming.num_matched(request, num_computed)
+        try:
+            earlier = self.turns.num_matched(request, num_computed, self._ranks)
+            if earlier == 0:
+                return self.incoming.num_matched(request, num_computed)
+        except Exception as error:
+            self._abandon("lookup", request, error)
+            return 0, False
         return earlier, earlier is not None
 
     def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
+        try:
+            self._allocated(request, blocks, num_external)
+        except Exception as error:
+            self._abandon("allocation", request, error)
+        if num_external and not any(load.request_id == request.request_id for load in self._commands.loads):
+            self._commands.loads.append(_failed_load(request, num_external))  # vLLM waits for its end
+
+    def _allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
         params = request.kv_transfer_params
         groups = self._select(blocks)
         held = tuple(array("I", group) for group in self._stateful.holding(groups))
@@ -120,36 +151,67 @@ class SchedulerSide:
             self._grant(request, groups)
         self.incoming.allocated(request, held, num_external, self._commands)
 
-    def scheduled(self, chunks: Mapping[str, Chunk], preempted: Iterable[str]) -> None:
-        """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`."""
-        self.turns.step_began(sum(chunk.num_tokens for chunk in chunks.values()))
+    def scheduled(
+        self, chunks: Mapping[str, Chunk] | Callable[[], Mapping[str, Chunk]], preempted: Iterable[str]
+    ) -> None:
+        """Handles what the step computes, and which requests lost blocks to it. Call it before `take_commands`.
+
+        `chunks` may be a function that reads them from vLLM's output.
+        """
         for request_id in preempted:
             seats = self._seats.get(request_id)
             # A request that is read while it is computed loses its lease before others write into its blocks.
             if seats is not None and request_id in self._outgoing:
                 self._withdraw(request_id, seats, "preempted")
-        if self._outgoing:
-            self._commands.written = self._outgoing.advance(chunks, self._ranks, self._handoff)
+        try:
+            scheduled = chunks() if callable(chunks) else chunks
+            with self.guard.around("step"):
+                self.turns.step_began(sum(chunk.num_tokens for chunk in scheduled.values()))
+            if self._outgoing:
+                self._commands.written = self._outgoing.advance(scheduled, self._ranks, self._handoff)
+        except Exception as error:
+            self.guard.caught("step", "", error)
+            if self._outgoing:
+                self._outgoing.stop_all(self._ranks[0], error)
 
     def held(self, holders: Mapping[str, int]) -> None:
         """Handles how many workers took the leases of requests that are read while they are computed."""
         self._outgoing.held(holders, self._ranks, self._handoff)
 
+    def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+        """Handles loads that ended on every worker, well or not."""
+        self.incoming.received(request_ids, failed)
+
     def sent(self, request_ids: Iterable[str]) -> None:
         """Frees the slots of leases that ended on every worker."""
         for request_id in request_ids:
-            self._traces.forget(request_id)
-            self._sent.ended(request_id)
             seats = self._seats.pop(request_id, None)
             if seats is not None:
                 self._slots.give_back(seats)
+            with self.guard.around("sent", request_id):
+                self._traces.forget(request_id)
+            with self.guard.around("sent", request_id):
+                self._sent.ended(request_id)
 
     def finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the request's blocks stay until `sent`, and its reader's parameters; `complete`: no abort."""
         request_id = request.request_id
-        params = request.kv_transfer_params or {}
-        self.incoming.ended(request, self._commands)
+        try:
+            self.incoming.ended(request, self._commands)
+        except Exception as error:
+            self.guard.caught("end", request_id, error)
+            self.incoming.abandon(request_id)
         self._stateful.forget(request_id)
+        try:
+            return self._finished(request, blocks, complete)
+        except Exception as error:
+            self._commands.handed_off.pop(request_id, None)
+            self._sent.ended(request_id)
+            self._abandon("hand_off", request, error)
+            return False, None
+
+    def _finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
         seats, selected = self._seats.get(request_id), self._select(blocks)
         if seats is None:
             return False, self.turns.ended(
@@ -164,17 +226,19 @@ class SchedulerSide:
         if not self._holds_windows(request, own, num_tokens) or not self._holds_states(request):
             self._withdraw(request_id, seats, "its sliding window or state has moved on past the prompt")
             return False, None
+        handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
+        answer = {
+            **{name: value for name, value in (request.kv_transfer_params or {}).items() if name != KEY},
+            **handoff.to_answer(self._engine_id),
+        }
+        with self.guard.around("share", request_id):
+            self.turns.share(request, selected, self._ranks, self._commands)
+        announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
+        answer |= {ANNOUNCED: announced} if announced else self._outgoing.advice(request)
         num_blocks = sum(block != 0 for group in own for block in group)
         self._commands.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
-        handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
         self._commands.retired += self._sent.add(request_id, handoff.prompt)
-        self.turns.share(request, selected, self._ranks, self._commands)
-        announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
-        return True, {
-            **{name: value for name, value in params.items() if name != KEY},
-            **handoff.to_answer(self._engine_id),
-            **({ANNOUNCED: announced} if announced else self._outgoing.advice(request)),
-        }
+        return True, answer
 
     def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:
         """Returns whether every token that decode reads still has a block.
@@ -190,7 +254,7 @@ class SchedulerSide:
         _log.warning(
             "request %s is not handed off: the sliding window has left token %d of its %d prompt tokens behind, which "
             "decode needs%s",
-            request.request_id,
+            printable(request.request_id),
             gap,
             prompt,
             f"; it answered {answered} tokens, so let the router ask prefill for max_tokens=1"
@@ -206,15 +270,18 @@ class SchedulerSide:
         _log.warning(
             "request %s is not handed off: its state is that of %d tokens and not of its prompt; let the router ask "
             "prefill for max_tokens=1",
-            request.request_id,
+            printable(request.request_id),
             request.num_computed_tokens,
         )
         return False
 
     def take_commands(self, *, idle: bool = False) -> StepCommands:
         """Returns the commands for the workers in this step. `idle` says that it computes nothing."""
-        self.incoming.forward_parts(self._commands)
-        self.turns.forward(self._ranks, self._commands)
+        with self.guard.around("follow"):
+            self.incoming.forward_parts(self._commands)
+        self.turns.forward(self._ranks, self._commands)  # without it readers would take wrong bytes for valid
+        with self.guard.around("share"):
+            self.turns.withdraw_ended()
         commands, self._commands = self._commands, StepCommands()
         commands.idle = idle
         self.incoming.stepped(idle=idle)
@@ -238,10 +305,13 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
-        self.incoming.close()
-        self.turns.close()
-        if self._announcements is not None:
-            self._announcements.close()
+        with self.guard.around("close"):
+            self.incoming.close()
+        with self.guard.around("close"):
+            self.turns.close()
+        with self.guard.around("close"):
+            if self._announcements is not None:
+                self._announcements.close()
 
     def _grant(self, request: Any, groups: GroupIds) -> None:
         request_id = request.request_id
@@ -257,7 +327,8 @@ class SchedulerSide:
         if seats is None:
             reason = reason or "no_lease_slot"
             self.counts[reason] += 1
-            _log.warning("request %s is not handed off: %s", request_id, _NOT_HANDED_OFF[reason])
+            why = _NOT_HANDED_OFF[reason]
+            _log.warning("request %s is not handed off: %s", printable(request_id), why)
             return
         self._seats[request_id] = seats
         self._commands.granted[request_id] = seats
@@ -271,12 +342,28 @@ class SchedulerSide:
             )
 
     def _withdraw(self, request_id: str, seats: tuple[LeaseSeat, ...], why: str) -> None:
+        """Ends the lease of a request with this step, and takes back its slots. Raises nothing."""
         del self._seats[request_id]
-        self._traces.forget(request_id)
-        self._slots.give_back(seats)
-        self._outgoing.cancel(request_id, self._ranks[0], why)
         if self._commands.granted.pop(request_id, None) is None:
             self._commands.withdrawn.append(request_id)
+        self._slots.give_back(seats)
+        with self.guard.around("withdraw", request_id):
+            self._traces.forget(request_id)
+        with self.guard.around("withdraw", request_id):
+            self._outgoing.cancel(request_id, self._ranks[0], why)
+
+    def _abandon(self, kind: str, request: Any, error: Exception) -> None:
+        """Undoes what was reserved for a request because of an exception: it is computed here, and not handed off."""
+        request_id = request.request_id
+        self.guard.caught(kind, request_id, error)
+        if request.kv_transfer_params:
+            request.kv_transfer_params["do_remote_prefill"] = False
+        self.incoming.abandon(request_id)
+        with self.guard.around("undo", request_id):
+            self.turns.abandon(request_id)
+        seats = self._seats.get(request_id)
+        if seats is not None:
+            self._withdraw(request_id, seats, "it cannot be handed off any more")
 
     def _handoff(
         self,
@@ -287,7 +374,7 @@ class SchedulerSide:
         prompt: str,
     ) -> Handoff:
         return Handoff(
-            request_id=request.request_id,
+            request_id=name_of(request.request_id),
             owners=tuple(rank.owner for rank in self._ranks),
             seats=seats,
             groups=groups,
@@ -300,3 +387,8 @@ class SchedulerSide:
 
     def _digest(self, request: Any, num_tokens: int) -> str:
         return prompt_digest(request.prompt_token_ids[:num_tokens], features_of(request, num_tokens))
+
+
+def _failed_load(request: Any, num_external: int) -> Load:
+    """Returns a load that fails at once, for a request that nothing can be loaded for although vLLM waits for it."""
+    return Load(request.request_id, None, (), 0, num_external, "its load could not be started")

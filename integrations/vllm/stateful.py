@@ -33,8 +33,8 @@ class Stateful:
             return
         if request.request_id in self._shortened or request.get_skip_reading_prefix_cache():
             return
-        del request.prompt_token_ids[-1:]
-        del request._all_token_ids[-1:]
+        prompt, tokens = request.prompt_token_ids, request._all_token_ids  # both, or neither is changed
+        del prompt[-1:], tokens[-1:]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
         self._shortened.add(request.request_id)

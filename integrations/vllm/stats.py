@@ -55,6 +55,11 @@ _COUNTERS = {
         "Answers that decode offered to later turns, and what became of those that a later turn came with.",
         "result",
     ),
+    "guarded": (
+        "vllm:kvlink_guarded_failures_total",
+        "Unexpected exceptions that were kept inside one request, by what it was doing.",
+        "kind",
+    ),
 }
 _TOTALS = {
     "expired": (
@@ -143,6 +148,8 @@ class KVLinkStats(KVConnectorStats):  # type: ignore[misc]
             row["Streaming"] = _listed(data["decisions"])
         if data["turns"]:
             row["Turns"] = _listed(data["turns"])
+        if data["guarded"]:
+            row["Unexpected errors"] = _listed(data["guarded"])
         row["Leases expired"] = data["expired"]
         return row
 

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
+from ..request_names import printable
 from .handoff_parts import Part
 from .stream_timing import LoadCost, Start, start
 
@@ -48,7 +49,7 @@ class StreamDecisions:
         why = start(part.num_tokens, part.remaining, cost, last=part.last)
         if self._always and not part.last:
             why = Start.ALWAYS
-        _log.debug("request %s %s (%s)", request_id, _BEGINS[why], _times(part, cost))
+        _log.debug("request %s %s (%s)", printable(request_id), _BEGINS[why], _times(part, cost))
         if why is Start.WAIT:
             return False
         self.count(why.value)

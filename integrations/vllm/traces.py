@@ -9,6 +9,8 @@ from typing import Any
 from kvlink import tracing
 from kvlink.tracing import HEADER, Kind, TraceParent
 
+from ..request_names import name_of
+
 TRACEPARENT = "kvlink_traceparent"
 """The key in `kv_transfer_params`, for routers that know it. vLLM passes headers on only while it traces itself."""
 
@@ -30,7 +32,7 @@ class Traces:
             trace = trace_of(request)
             if tracing.spans is not None:
                 now_ns = time.time_ns()
-                about = {"kvlink.request_id": request_id, "kvlink.peer": worker_id}
+                about = {"kvlink.request_id": name_of(request_id), "kvlink.peer": worker_id}
                 trace = tracing.spans.record("kvlink.offer", Kind.PRODUCER, trace, (now_ns, now_ns), about)
             self._offers[request_id] = trace
         return self._offers[request_id]

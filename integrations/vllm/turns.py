@@ -11,7 +11,8 @@ from typing import Any
 
 from .announcements import Announcements
 from .answers import Answers
-from .earlier_turns import ANSWER_AS, EarlierTurns, is_name
+from .boundary import is_name
+from .earlier_turns import ANSWER_AS, EarlierTurns
 from .handoff import KEY, RankInfo
 from .lease_slots import SharedSeats
 from .outgoing import GroupIds
@@ -87,9 +88,12 @@ class Turns:
         """Tells the workers which offered blocks get new content in the step that was scheduled."""
         if self.answers is not None:
             self.answers.forward(ranks, commands)
-            if self._peers is not None:
-                for request_id in self.answers.take_ended():
-                    self._peers.withdraw(request_id)
+
+    def withdraw_ended(self) -> None:
+        """Removes shared prefixes that lost a block from the directories."""
+        if self.answers is not None and self._peers is not None:
+            for request_id in self.answers.take_ended():
+                self._peers.withdraw(request_id)
 
     @property
     def pending(self) -> bool:
@@ -114,8 +118,7 @@ class Turns:
         """Returns what the answer of a request carries that is not handed off; None without an offer."""
         params = request.kv_transfer_params
         self.step_began(0)
-        if self.earlier is not None:
-            self.earlier.ended(request.request_id)
+        self.abandon(request.request_id)
         if self.answers is None or not complete:
             return None
         if not self._bidirectional or not params or params.get("do_remote_decode"):
@@ -130,6 +133,11 @@ class Turns:
             ticket = json.dumps({KEY: output[KEY]}).encode()
             self._announcements.announce(name, 0, handoff.owners[0], handoff.ttl_s, ticket, None)
         return output
+
+    def abandon(self, request_id: str) -> None:
+        """Forgets what an earlier turn has for a request."""
+        if self.earlier is not None:
+            self.earlier.ended(request_id)
 
     def share(
         self, request: Any, groups: GroupIds, ranks: Sequence[RankInfo], commands: StepCommands

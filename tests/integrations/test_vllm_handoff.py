@@ -28,17 +28,22 @@ from kvlink.types import ReadyUnit
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
 NAMES = st.text(min_size=1, max_size=20)
+WORKERS = NAMES.filter(str.isprintable)
+AGENTS = st.builds(
+    "{}:{}".format, st.sampled_from(["10.0.0.1", "host-1.x", "[fe80::1]"]), st.integers(1, 65535)
+)
 BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
+SIZES = st.integers(1, 4096)
 HANDOFFS = st.builds(
     Handoff,
     request_id=NAMES,
-    owners=st.lists(st.builds(Owner, NAMES, U64, NAMES), min_size=1, max_size=4).map(tuple),
+    owners=st.lists(st.builds(Owner, WORKERS, U64, AGENTS), min_size=1, max_size=4).map(tuple),
     seats=st.lists(SEATS, min_size=1, max_size=4).map(tuple),
     groups=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups"),
     block_tokens=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups").flatmap(
-        lambda groups: st.tuples(*[st.integers(0, 4096)] * len(groups))
+        lambda groups: st.tuples(*(SIZES if len(group) > 1 else SIZES | st.just(0) for group in groups))
     ),
-    num_tokens=st.integers(1, 2**31),
+    num_tokens=st.integers(1, 2**31 - 1),
     prompt=st.binary(min_size=16, max_size=16).map(bytes.hex),
     ttl_s=st.integers(1, 86400).map(float),
     trace=st.none()

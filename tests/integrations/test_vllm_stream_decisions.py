@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
+from kvlink.integrations.request_guard import RequestGuard
 from kvlink.integrations.vllm.handoff import Handoff, Owner, RankInfo
 from kvlink.integrations.vllm.handoff_parts import ANNOUNCED, STREAM, Part
 from kvlink.integrations.vllm.outgoing import Chunk, Outgoing
@@ -27,7 +29,8 @@ PROMPT = list(range(100, 114))  # three whole blocks of 4 and a half
 PREFILL = ASK_PREFILL | {STREAM: "s"}
 DECODE = {"do_remote_prefill": True, STREAM: "s"}
 OWNER = Owner("p-0", 1, "127.0.0.1:1")
-OWN = [RankInfo(OWNER, (4,), (1,))]
+GUARD = RequestGuard(logging.getLogger(__name__))
+OWN = [RankInfo(OWNER, (4,), (1,), (1,))]
 SEATS = (LeaseSeat(1, 1000, 2000),)
 AT_ONCE, NEVER = LoadCost(0, 0), LoadCost(1e6, 0)
 
@@ -59,7 +62,7 @@ class Prefill:
         self.decisions = StreamDecisions()
         self.request = request("r", PROMPT, PREFILL)
         told: Any = self.told
-        self.outgoing = Outgoing(told, from_tokens, [True], 30.0, self.decisions, lambda: self.now)
+        self.outgoing = Outgoing(told, from_tokens, [True], 30.0, self.decisions, GUARD, lambda: self.now)
         self.outgoing.begin(self.request, SEATS, ([1, 2, 3, 4],), OWN[0], lambda: "0" * 32)
 
     def schedule(self, num_tokens: int, now: float) -> None:

@@ -177,10 +177,10 @@ class Server:
         self.scheduler.scheduled(chunks or {}, preempted)
         commands = self.scheduler.take_commands(idle=not chunks)
         for rank in self.ranks:
-            rank.carry_out(commands, self.launched)
+            rank.carry_out(commands, lambda: self.launched)
         compute()
         for rank in self.ranks if commands.written else ():
-            rank.computed(commands.written, None)
+            rank.computed(commands.written)
         self.scheduler.held(Counter(name for rank in self.ranks for name in rank.take_held()))
         results = [rank.results() for rank in self.ranks]
         self.failed.update(*(result.failed for result in results))
@@ -199,7 +199,7 @@ class Server:
         if done and name == "sent":
             self.scheduler.sent(done)
         if done and name == "received":
-            self.scheduler.incoming.received(done, self.failed)
+            self.scheduler.received(done, self.failed)
 
     def step_until(self, done: Callable[[], object]) -> None:
         """Steps, some milliseconds apart as an idle engine's are."""
@@ -218,9 +218,7 @@ class Server:
         self, request: Any, *groups: list[int], complete: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
         """Arrives, is scheduled and computed, and ends after its first token."""
-        self.scheduler.incoming.arrived(request)
-        assert self.scheduler.incoming.num_matched(request, 0) == (0, False)
-        self.scheduler.allocated(request, groups, 0)
+        self.begin(request, *groups)
         self.step()
         request.num_computed_tokens = request.num_prompt_tokens
         ended = self.scheduler.finished(request, groups, complete)
@@ -229,9 +227,14 @@ class Server:
 
     def begin(self, request: Any, *groups: list[int]) -> None:
         """Arrives and is scheduled; its first blocks exist."""
-        self.scheduler.incoming.arrived(request)
-        assert self.scheduler.incoming.num_matched(request, 0) == (0, False)
+        self.scheduler.arrived(request)
+        assert eventually(lambda: self._matched(request)) == (0, False)
         self.scheduler.allocated(request, groups, 0)
+
+    def _matched(self, request: Any) -> tuple[int, bool] | None:
+        """How much there is to load, None until that is known."""
+        count, in_background = self.scheduler.num_matched(request, 0)
+        return None if count is None else (count, in_background)
 
     def compute(
         self, request: Any, num_tokens: int, *new_blocks: list[int], writes: Iterable[int] = ()

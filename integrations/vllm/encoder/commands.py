@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...request_guard import RequestGuard
 from .cache import Entry
 from .memory import EncoderMemory, MemoryShape
 
@@ -53,10 +54,14 @@ class EncoderCopies:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._guard = RequestGuard(_log)
         self._memory: EncoderMemory | None = None
 
     def load(self, step: EncoderStep, cache: Tensors, device: torch.device | str) -> None:
-        """Loads the items of the step that vLLM's cache lacks. The copies have ended on return."""
+        """Loads the items of the step that vLLM's cache lacks. The copies have ended on return.
+
+        An exception ends the step, which the model cannot compute without them.
+        """
         import torch
 
         for copy in step.loads:
@@ -75,17 +80,19 @@ class EncoderCopies:
 
     def save(self, step: EncoderStep, cache: Tensors, identifier: str) -> None:
         """Saves an item if the step asks for it. One of another shape or dtype is not saved, and not offered."""
+        copy = step.saves.get(identifier)
+        if copy is not None and not self._rank:
+            with self._guard.around("save", identifier):  # without its stamp it is not offered
+                self._save(step, copy, cache[identifier])
+
+    def _save(self, step: EncoderStep, copy: Copy, tensor: torch.Tensor) -> None:
         import torch
 
-        copy = step.saves.get(identifier)
-        if copy is None or self._rank:
-            return
-        tensor = cache[identifier]
         found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if found != (copy.shape, copy.dtype):
             _log.warning(
                 "encoder output not offered item=%s: it has shape %s and dtype %s, and not %s and %s",
-                identifier,
+                copy.identifier,
                 *found,
                 copy.shape,
                 copy.dtype,
@@ -95,7 +102,7 @@ class EncoderCopies:
         self._mapped(step).write(copy.blocks, content, step.number)
 
     def finish(self, step: EncoderStep) -> None:
-        """Tells the scheduler that this rank's copies of the step have ended."""
+        """Tells the scheduler that this rank's copies of the step have ended. Raises ConfigError on another host."""
         self._mapped(step).steps[self._rank] = step.number
 
     def _mapped(self, step: EncoderStep) -> EncoderMemory:

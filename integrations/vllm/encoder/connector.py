@@ -137,8 +137,10 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         offered = self._scheduler.ended(request)
         if not offered:
             return False, None
-        described = collect_ec_item_metadata(request.mm_features, self._metadata)
-        return False, {name: {**described[name], KEY: params} for name, params in offered.items()}
+        with self._scheduler.guard.around("offer", request.request_id):
+            described = collect_ec_item_metadata(request.mm_features, self._metadata)
+            return False, {name: {**described[name], KEY: params} for name, params in offered.items()}
+        return False, None
 
     def get_ec_connector_stats(self) -> KVLinkEncoderStats | None:
         """Returns the counts since the last call, on the scheduler's side."""

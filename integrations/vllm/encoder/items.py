@@ -74,6 +74,8 @@ def offered(params: object, identifier: str, rows: int, ours: ItemFormat) -> tup
     width = params.get("width")
     if type(width) is not int or not 0 < width < 2**31:
         raise ConfigError(f"its ec_transfer_params have width {width!r:.40}")
+    if rows < 1:
+        raise LayoutMismatch("the item has no embeddings")
     for name, mine in (("format", ours.name), ("dtype", ours.dtype), ("rows", rows)):
         if params.get(name) != mine:
             raise LayoutMismatch(

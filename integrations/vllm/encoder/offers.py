@@ -37,6 +37,8 @@ class EncoderOffers:
 
     def save(self, item: Item) -> None:
         """Lets the step that is being scheduled save an item that it encodes, or has in vLLM's own cache."""
+        if not item.rows:
+            return
         entry = self._cache.get(item.identifier)
         if entry is not None and (entry.ready or entry.pull is not None or entry.item != item):
             return

@@ -15,6 +15,8 @@ from kvlink.errors import AccessDenied, ConfigError, KVLinkError, LayoutMismatch
 from kvlink.ticket import Ticket
 from kvlink.transfer.pull import Pull
 
+from ...request_guard import RequestGuard
+from ...request_names import printable
 from .cache import EncoderCache, Entry
 from .items import ItemFormat, offered
 
@@ -49,6 +51,7 @@ class EncoderPulls:
         ours: ItemFormat,
         timeout_s: float,
         counts: Counter[str],
+        guard: RequestGuard,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -56,6 +59,7 @@ class EncoderPulls:
         self._ours = ours
         self._timeout_s = timeout_s
         self._counts = counts
+        self._guard = guard
         self._now = now
         self._running: dict[str, Entry] = {}
         self._wanted: dict[str, list[Entry]] = {}  # by request
@@ -88,7 +92,8 @@ class EncoderPulls:
     def collect(self) -> None:
         """Looks after pulls whose requests have ended."""
         for entry in list(self._running.values()):
-            self._poll(entry)
+            with self._guard.around("pull", entry.puller):
+                self._poll(entry)
 
     def forget(self, request_id: str) -> None:
         """Forgets a request that has ended, in whatever way."""
@@ -144,16 +149,25 @@ class EncoderPulls:
         try:
             pull.wait(0)
         except KVLinkError as error:
-            self._cache.drop(entry)
-            self._give_up(entry.puller, entry.item.identifier, _result_of(error), str(error))
+            self._lost(entry, _result_of(error), str(error))
+            return
+        except Exception as error:
+            self._guard.caught("pull", entry.puller, error)
+            self._lost(entry, "unreachable", f"{error!r:.200}")
             return
         entry.ready = True
         self._counts["pulled"] += 1
 
+    def _lost(self, entry: Entry, result: str, why: str) -> None:
+        self._cache.drop(entry)
+        self._give_up(entry.puller, entry.item.identifier, result, why)
+
     def _give_up(self, request_id: str, identifier: str, result: str, why: str) -> Arrival:
         self._counts[result] += 1
         self._failed.setdefault(request_id, set()).add(identifier)
-        _log.warning("encoder output not pulled request=%s item=%s: %s", request_id, identifier, why)
+        _log.warning(
+            "encoder output not pulled request=%s item=%s: %s", printable(request_id), identifier, why
+        )
         return Arrival.FAILED
 
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the scheduler's side: which items a step saves and loads, and which requests wait for one."""
+"""Implements the scheduler's side: which items a step saves and loads, and which requests wait for one.
+
+An exception that left one of these methods would end the engine, so each is kept inside its request. That one is
+encoded here, it fails if it came without what the encoder needs, or its answer carries no ticket. `allocated` alone may
+raise, because a step that has promised an item to the model cannot go on without it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from typing import Any
 
 from kvlink import Worker, WorkerConfig
 
+from ...request_guard import RequestGuard
+from ...request_names import printable
 from .cache import EncoderCache
 from .commands import Copy, EncoderStep
 from .items import KEY, Item, ItemFormat
@@ -53,9 +60,12 @@ class EncoderScheduler:
             os.close(self._fd)
             raise
         self._counts: Counter[str] = Counter()
+        self.guard = RequestGuard(_log)
         self._cache = EncoderCache(memory, self._worker)
         self._offers = EncoderOffers(self._cache, self._worker, self._counts)
-        self._pulls = EncoderPulls(self._cache, self._worker, ours, config.timeout_s, self._counts)
+        self._pulls = EncoderPulls(
+            self._cache, self._worker, ours, config.timeout_s, self._counts, self.guard
+        )
         self._loads: dict[str, Copy] = {}
         self._rows: dict[str, int] = {}  # of the request that is being scheduled
         self._asked: dict[str, tuple[Sequence[Any], int]] = {}  # features and computed tokens, by request
@@ -64,6 +74,19 @@ class EncoderScheduler:
 
     def available(self, request: Any, num_computed: int) -> bool:
         """Returns whether the request can be scheduled. If not, an item is on its way, or the request is to fail."""
+        try:
+            return self._available(request, num_computed)
+        except Exception as error:
+            self.guard.caught("pull", request.request_id, error)
+        with self.guard.around("pull", request.request_id):
+            if all(
+                self._has_input(feature) for feature in request.mm_features if _end(feature) > num_computed
+            ):
+                return True  # they are encoded here
+        self._unavailable.add(request.request_id)
+        return False
+
+    def _available(self, request: Any, num_computed: int) -> bool:
         self._rows = {each.identifier: rows_of(each) for each in request.mm_features}
         self._asked[request.request_id] = request.mm_features, num_computed
         if not self._consumes:
@@ -81,7 +104,7 @@ class EncoderScheduler:
                 _log.error(
                     "request %s fails: its item %s cannot be pulled, and it came without what the encoder needs; send "
                     "it again through the encoder server, or with the image",
-                    request.request_id,
+                    printable(request.request_id),
                     feature.identifier,
                 )
                 return False
@@ -90,11 +113,13 @@ class EncoderScheduler:
 
     def has(self, identifier: str) -> bool:
         """Returns whether the step can load an item, for the request that `available` was last called with."""
-        entry = self._cache.get(identifier) if self._consumes else None
-        return entry is not None and entry.ready and entry.item.rows == self._rows.get(identifier)
+        with self.guard.around("lookup"):
+            entry = self._cache.get(identifier) if self._consumes else None
+            return entry is not None and entry.ready and entry.item.rows == self._rows.get(identifier)
+        return False
 
     def allocated(self, request: Any, index: int) -> None:
-        """Lets the step load an item that the pool has. vLLM runs the encoder for others."""
+        """Lets the step load an item that the pool has. vLLM runs the encoder for others. May raise."""
         feature = request.mm_features[index]
         entry = self._cache.get(feature.identifier)
         if self._consumes and entry is not None and entry.ready and entry.item.rows == rows_of(feature):
@@ -105,11 +130,12 @@ class EncoderScheduler:
 
     def take_step(self, num_scheduled: Mapping[str, int]) -> EncoderStep:
         """Returns what the workers do in the step, which computes `num_scheduled` tokens of each request."""
-        self._offers.collect()
+        with self.guard.around("save"):
+            self._offers.collect()
         self._pulls.collect()
         asked, self._asked = self._asked, {}
-        if self._produces:
-            for request_id, num_tokens in num_scheduled.items():
+        for request_id, num_tokens in num_scheduled.items() if self._produces else ():
+            with self.guard.around("save", request_id):
                 for feature in _within(*asked.get(request_id, ((), 0)), num_tokens):
                     self._offers.save(self._item(feature))
         loads, self._loads = list(self._loads.values()), {}
@@ -118,8 +144,14 @@ class EncoderScheduler:
 
     def ended(self, request: Any) -> dict[str, dict[str, Any]]:
         """Forgets a request, and returns what its answer carries, by identifier."""
-        self._pulls.forget(request.request_id)
+        with self.guard.around("end", request.request_id):
+            self._pulls.forget(request.request_id)
         self._unavailable.discard(request.request_id)
+        with self.guard.around("offer", request.request_id):
+            return self._offered(request)
+        return {}
+
+    def _offered(self, request: Any) -> dict[str, dict[str, Any]]:
         params = request.ec_transfer_params
         if not self._produces or (self._consumes and not (isinstance(params, dict) and params.get(OFFER))):
             return {}
@@ -137,7 +169,8 @@ class EncoderScheduler:
 
     def take_counts(self) -> dict[str, int]:
         """Returns and resets the counts, by result."""
-        counts = dict(self._counts)
+        self._counts["unexpected"] += sum(self.guard.take_counts().values())
+        counts = {result: count for result, count in self._counts.items() if count}
         self._counts.clear()
         return counts
 
