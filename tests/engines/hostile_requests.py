@@ -314,7 +314,7 @@ HANDOFFS: tuple[Hostile, ...] = (
     _to_decode("it belongs to another prompt", lambda body: body, given=Given.OF_ANOTHER_PROMPT),
     _to_decode("its lease has ended", lambda body: body, given=Given.EXPIRED),
     _to_decode("do_remote_decode, too", _params(do_remote_decode=True)),
-    _to_decode("it comes with n of 2", _with(n=2), allowed=Allowed.ANYTHING),
+    _to_decode("it comes with n of 2", _with(n=2, temperature=1), allowed=Allowed.ANYTHING),
 )
 """Handoffs that were changed on their way, or that are used in another way than they were made for."""
 
