@@ -76,7 +76,8 @@ class RemoteLeases:
     def release(self, handoff: Handoff, ranks: Iterable[int]) -> None:
         """Releases the leases of these ranks in the background, because nothing reads from them."""
         with contextlib.suppress(KVLinkError):  # the process is ending
-            self._control.submit(self._release_all(handoff, [handoff.owners[rank] for rank in ranks]))
+            owners = [handoff.owners[rank] for rank in ranks]
+            self._control.in_background(self._release_all(handoff, owners), "leases not released")
 
     def leave(self, handoff: Handoff) -> None:
         """Releases all ranks, but later, and not at all if the same handoff is watched by then."""
