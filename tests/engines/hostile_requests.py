@@ -156,7 +156,7 @@ _WORKER, _EPOCH, _AGENT = range(3)
 
 # The ticket: a prefix with the checksum of everything after it, a header, seats, names and block ids.
 _PREFIX_BYTES, _CHECKSUM_AT, _VERSION_AT, _SEATS_AFTER = 12, 8, 6, 4
-_NUM_TOKENS, _TTL_MS, _NUM_GROUPS = (8, "<I"), (32, "<I"), (36, "<H")
+NUM_TOKENS, TTL_MS = (8, "<I"), (32, "<I")
 _SEAT_BYTES = 20
 Field: TypeAlias = tuple[int, str]
 """The offset of a field after the prefix, and its format."""
@@ -303,9 +303,9 @@ HANDOFFS: tuple[Hostile, ...] = (
     _to_decode("it has one cache group fewer", _handoff(_one_group_fewer)),
     _to_decode("its seats are forged", _handoff(lambda given: given | {"ticket": forged(given["ticket"])})),
     _to_decode("its ticket is cut", _handoff(lambda given: given | {"ticket": given["ticket"][:-40]})),
-    _to_decode("its time to live is 0", _ticket(_TTL_MS, 0)),
-    _to_decode("its time to live is 49 days", _ticket(_TTL_MS, 2**32 - 1)),
-    _to_decode("it has 2^32 - 1 tokens", _ticket(_NUM_TOKENS, 2**32 - 1)),
+    _to_decode("its time to live is 0", _ticket(TTL_MS, 0)),
+    _to_decode("its time to live is 49 days", _ticket(TTL_MS, 2**32 - 1)),
+    _to_decode("it has 2^32 - 1 tokens", _ticket(NUM_TOKENS, 2**32 - 1)),
     _to_decode(
         "it has 10,000 lists in place of a ticket", _handoff(lambda given: given | {"ticket": _NESTED})
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import hostile_clients
 import pytest
@@ -29,6 +30,8 @@ from hostile_requests import (
 from pair import Answer, Pair, Tokens, ask, eventually, flags, prompt
 from references import References
 from servers import Server, router, running, vllm
+
+from kvlink.ticket import Ticket
 
 LENGTH, CONTROL_LENGTH = 300, 200
 LEASE_S = 12
@@ -125,6 +128,20 @@ def test_peers_that_do_not_fit(
     print(f"\n{peer.name}: {answer and answer.status}")
     check_refused_or_right(pair, answer, references(mine))
     check_after(pair, front, references, peer.name)
+
+
+def test_what_is_forged_passes_for_a_ticket(pair: Pair, alive: None) -> None:
+    """Or the requests with such tickets would all try the same: a ticket that does not parse."""
+    text = pair.hand_off(prompt("forged", LENGTH))[KEY]["ticket"]
+    ticket = Ticket.from_text(text)
+    assert {seat.slot for seat in Ticket.from_text(forged(text)).seats} == {
+        seat.slot for seat in ticket.seats
+    }
+    assert not {seat.nonce for seat in Ticket.from_text(forged(text)).seats} & {
+        seat.nonce for seat in ticket.seats
+    }
+    assert replace(ticket, ttl_s=0.0) == Ticket.from_text(ticket_with(text, TTL_MS, 0))
+    assert replace(ticket, num_tokens=7) == Ticket.from_text(ticket_with(text, NUM_TOKENS, 7))
 
 
 def test_every_block_comes_back(pair: Pair, alive: None) -> None:
