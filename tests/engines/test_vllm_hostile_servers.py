@@ -16,16 +16,21 @@ import hostile_clients
 import pytest
 from connectors import kv_transfer
 from hostile_requests import (
+    KEY,
     NUM_NEW,
+    NUM_TOKENS,
     OTHER_MODELS,
     PEERS,
     REQUESTS,
+    TTL_MS,
     Allowed,
     At,
     Given,
     Hostile,
     Manner,
     Mismatched,
+    forged,
+    ticket_with,
 )
 from pair import Answer, Pair, Tokens, ask, eventually, flags, prompt
 from references import References
