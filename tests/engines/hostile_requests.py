@@ -376,11 +376,14 @@ class Mismatched:
     agent: str = ""
 
     def handoff(self, params: Params, agent: str = "") -> Params:
-        """Returns the peer's handoff, made from an honest one. `agent`: the address of what `self.agent` names."""
+        """Returns the peer's handoff, made from an honest one. `agent`: the address of what `self.agent` names.
+
+        Its workers have other names then, because a reader that is connected to a worker needs no agent.
+        """
         changed = self.change(copy.deepcopy(params))
         if agent:
             for owner in changed[KEY]["owners"]:
-                owner[_AGENT] = agent
+                owner[_WORKER], owner[_AGENT] = f"{owner[_WORKER]} elsewhere", agent
         return changed
 
 
