@@ -7,7 +7,6 @@ Routers pass the dict on and may turn numbers into floats, so everything of kvli
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import hashlib
 import json
@@ -22,7 +21,7 @@ from kvlink.config import WorkerConfig
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
-from kvlink.names import MAX_NAME_BYTES, check_name
+from kvlink.names import MAX_NAME_BYTES
 from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import TraceParent
@@ -178,7 +177,7 @@ class Handoff:
             given = params[KEY]
             check_signature(given)
             return _parse(given)
-        except (KeyError, TypeError, ValueError, RecursionError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             why = f"{type(error).__name__}: {error!s:.120}"
             raise ConfigError(f"kv_transfer_params carry no handoff of kvlink: {why}") from None
 
@@ -244,14 +243,24 @@ def _list(value: Any, most: int) -> list[Any]:
 
 def _owner(value: Any) -> Owner:
     worker_id, epoch, agent = map(_text, _list(value, 3))
-    check_name(worker_id, "worker id")
     owner = Owner(worker_id, int(epoch), agent)
-    if not worker_id.isprintable() or not 0 <= owner.epoch <= _MAX_EPOCH:
+    if not _is_worker(worker_id) or not 0 <= owner.epoch <= _MAX_EPOCH:
         raise ValueError("an owner that no worker can be")
-    host, port = split_address(agent)
-    if len(agent) > MAX_NAME_BYTES or host_and_port(host, port) != agent or not can_be_dialled(host):
+    if not _is_address(agent):
         raise ValueError("an owner at an address that cannot be dialled")
     return owner
+
+
+def _is_worker(name: str) -> bool:
+    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
+
+
+def _is_address(agent: str) -> bool:
+    try:
+        host, port = split_address(agent)
+    except ConfigError:
+        return False
+    return len(agent) <= MAX_NAME_BYTES and host_and_port(host, port) == agent and can_be_dialled(host)
 
 
 def _blocks_of(text: str) -> array[int]:
@@ -274,7 +283,10 @@ def _sizes(text: str, groups: Sequence[array[int]], num_tokens: int) -> tuple[in
 
 
 def _parse(given: Mapping[str, Any]) -> Handoff:
-    first = Ticket.from_text(_text(given["ticket"]))
+    try:
+        first = Ticket.from_text(_text(given["ticket"]))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
     groups = (
         first.block_ids,

@@ -97,6 +97,12 @@ class Loads:
         Nothing is written before what `launched` returns has ended.
         """
         loading = self._loading[load.request_id] = _Loading(load, time.perf_counter_ns())
+        try:
+            self._begin(loading, load, launched)
+        except Exception as error:
+            self._failed("load", loading, error)
+
+    def _begin(self, loading: _Loading, load: Load, launched: Launched) -> None:
         loading.pulled_to = [load.first_token] * len(self._caches.groups)
         loading.settles = load.settles
         if load.refused or load.handoff is None:
@@ -195,8 +201,6 @@ class Loads:
                 ]
         except KVLinkError as error:
             loading.fail(error)
-        except Exception as error:
-            self._failed("load", loading, error)
         loading.post_ns += time.perf_counter_ns() - start
 
     def _start(

@@ -65,6 +65,14 @@ def test_chats_in_pools_that_evict_all_the_time() -> None:
     assert all(output["turns"][result] >= 5 for result in ("loaded", "evicted")), output
 
 
+def test_nothing_from_outside_ends_the_engine() -> None:
+    """A thousand examples of hostile ids and handoffs, in any order of events: right tokens, and nothing is left."""
+    output = said_by("hostile.py", "1000")
+    assert output["guarded"] == {}
+    assert output["transports"]["loopback"] > 300
+    assert {"malformed", "another_layout", "another_prompt"} <= output["unused"].keys()
+
+
 def said_by(script: str, *arguments: str) -> dict[str, Any]:
     """The JSON object that it prints in vLLM's environment."""
     command = [str(PYTHON), str(Path(__file__).with_name(script)), str(MODELS / "llama"), *arguments]

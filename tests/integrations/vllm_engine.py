@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's engine does around the connector, and what it insists on: blocks, states of requests, counted results.
+"""Does what vLLM's engine does around the connector: blocks, states of requests, counted results.
 
 An id that nobody waits for, or that is reported twice, ends vLLM's engine, and is an AssertionError here. Blocks that
 are freed get other content in the next step, as if another request had them.
@@ -56,6 +56,8 @@ class Engine:
     answers: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    guarded: Counter[str] = field(default_factory=Counter)
+    """Exceptions that were kept inside a request, by what it was doing, as vLLM's statistics have them."""
 
     def __post_init__(self) -> None:
         self.free = list(range(1, NUM_BLOCKS))
@@ -110,6 +112,9 @@ class Engine:
             rank.computed(commands.written)
         scheduler.held(Counter(name for rank in self.server.ranks for name in rank.take_held()))
         self._reported.append([rank.results() for rank in self.server.ranks])
+        for rank in self.server.ranks:
+            self.guarded.update((rank.take_stats() or {}).get("guarded", {}))
+        self.guarded.update(scheduler.guard.take_counts())
         while len(self._reported) > self.late:
             self._handle(self._reported.popleft())
         for name in chunks:

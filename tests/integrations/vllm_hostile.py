@@ -58,7 +58,7 @@ def _with_owner(at: int, value: Any) -> Mutation:
 
 
 def _rewritten(change: Callable[[Handoff], Handoff]) -> Mutation:
-    """What another server could have sent."""
+    """Another server could have sent it."""
 
     def changed(params: Params) -> Params:
         try:
@@ -99,7 +99,7 @@ MUTATIONS: st.SearchStrategy[Mutation] = st.one_of(
     st.just(_rewritten(lambda h: replace(h, seats=(LeaseSeat(h.seats[0].slot, 1000, 1000),)))),
     st.just(_rewritten(lambda h: replace(h, seats=(LeaseSeat(h.seats[0].slot, h.seats[0].nonce, 1),)))),
 )
-"""What a decode server is sent in place of the parameters that prefill's answer had."""
+"""Replacements of the parameters that prefill's answer had, on their way to decode."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ EVENTS = st.lists(
 
 
 def passed_on(params: Any) -> Any:
-    """What is left of parameters after a router, which parses and writes JSON."""
+    """Returns parameters as a router passes them on, which parses and writes JSON."""
     try:
         return json.loads(json.dumps(params))
     except (TypeError, ValueError):
@@ -141,7 +141,7 @@ def passed_on(params: Any) -> Any:
 
 
 def mutated_part(part: bytes, mutation: Mutation) -> bytes:
-    """What another server, or somebody at the coordinator, makes of a part of a handoff."""
+    """Returns a part of a handoff as another server, or somebody at the coordinator, could have written it."""
     if mutation is honest:
         return part
     try:
