@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 
 from .request_names import printable
+
+_TICKET = re.compile(r"S1ZUM[\w-]{16,}", re.ASCII)
+_MAX_SHOWN = 500
 
 
 class RequestGuard:
@@ -29,12 +34,13 @@ class RequestGuard:
         self.counts[kind] += 1
         first = (kind, type(error)) not in self._traced
         self._traced.add((kind, type(error)))
+        trace = "".join(traceback.format_tb(error.__traceback__)) if first else ""
         self._log.error(
-            "request %s: %s failed, and the others go on: %r",
+            "request %s: %s failed, and the others go on: %s%s",
             printable(request_id),
             kind,
-            error,
-            exc_info=error if first else None,
+            _shown(error),
+            f"\n{trace}" if trace else "",
         )
 
     @contextlib.contextmanager
@@ -50,3 +56,8 @@ class RequestGuard:
         counts = dict(self.counts)
         self.counts.clear()
         return counts
+
+
+def _shown(error: Exception) -> str:
+    """Describes an error without tickets. It is about what somebody sent, and a ticket is secret."""
+    return _TICKET.sub("(a ticket)", f"{type(error).__name__}: {error}")[:_MAX_SHOWN]

@@ -23,7 +23,7 @@ from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
 from kvlink.names import MAX_NAME_BYTES
 from kvlink.prefix_digests import PrefixDigests
-from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket
+from kvlink.ticket import MAX_BLOCKS, SHARED_SEAT, LeaseSeat, Ticket, check_request_id
 from kvlink.tracing import TraceParent
 from kvlink.transfer.group_ids import joined
 from kvlink.types import ReadyUnit
@@ -285,6 +285,7 @@ def _sizes(text: str, groups: Sequence[array[int]], num_tokens: int) -> tuple[in
 def _parse(given: Mapping[str, Any]) -> Handoff:
     try:
         first = Ticket.from_text(_text(given["ticket"]))
+        check_request_id(first.request_id)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
@@ -298,6 +299,8 @@ def _parse(given: Mapping[str, Any]) -> Handoff:
     )
     if not owners or len(prompt) != 2 * _DIGEST_BYTES or sum(map(len, groups)) > MAX_BLOCKS:
         raise ValueError("no owners, no digest, or too many blocks")
+    if not first.request_id.isprintable():  # logs show it
+        raise ValueError("a request id that no server writes")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace, first.digests,

@@ -130,6 +130,17 @@ def test_owners_that_cannot_be_asked_are_malformed(owner: Any) -> None:
         Handoff.from_params(params)
 
 
+@pytest.mark.parametrize("name", [TICKET, f"a{TICKET}", "a\nb", "\x1b[31m"])
+def test_a_name_that_no_log_may_show_is_malformed(name: str) -> None:
+    with Server("p") as prefill:
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    assert params
+    forged = replace(Handoff.from_params(params), request_id=name).to_params()
+    with pytest.raises(ConfigError, match="no handoff of kvlink") as refused:
+        Handoff.from_params({KEY: forged})
+    assert name not in str(refused.value)
+
+
 @pytest.mark.parametrize("sizes", ["", "-1", "0", "4,4", str(2**31), "9" * 5000, "4.0", "x"])
 def test_blocks_of_impossible_sizes_are_malformed(sizes: str) -> None:
     with Server("p") as prefill:

@@ -28,7 +28,7 @@ from kvlink.types import ReadyUnit
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 SEATS = st.builds(LeaseSeat, st.integers(1, MAX_SLOTS), *[st.integers(SMALLEST_NONCE, 2**64 - 1)] * 2)
 NAMES = st.text(min_size=1, max_size=20)
-WORKERS = NAMES.filter(str.isprintable)
+PRINTABLE = NAMES.filter(str.isprintable)
 AGENTS = st.builds(
     "{}:{}".format, st.sampled_from(["10.0.0.1", "host-1.x", "[fe80::1]"]), st.integers(1, 65535)
 )
@@ -36,8 +36,8 @@ BLOCKS = st.lists(U32, max_size=9).map(lambda ids: array("I", ids))
 SIZES = st.integers(1, 4096)
 HANDOFFS = st.builds(
     Handoff,
-    request_id=NAMES,
-    owners=st.lists(st.builds(Owner, WORKERS, U64, AGENTS), min_size=1, max_size=4).map(tuple),
+    request_id=PRINTABLE,
+    owners=st.lists(st.builds(Owner, PRINTABLE, U64, AGENTS), min_size=1, max_size=4).map(tuple),
     seats=st.lists(SEATS, min_size=1, max_size=4).map(tuple),
     groups=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups"),
     block_tokens=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups").flatmap(
