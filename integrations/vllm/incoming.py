@@ -69,6 +69,8 @@ class Incoming:
         self._remote = RemoteLeases()
         self._shared_leases = SharedLeases()
         self._requests: dict[str, AwaitedRequest] = {}
+        self._asked = False
+        """Whether the engine has asked for a waiting request since the last step."""
 
     def arrived(self, request: Any) -> None:
         """Registers a request and keeps its lease alive, as it may wait for long before it is scheduled."""
@@ -98,8 +100,12 @@ class Incoming:
 
     def num_matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Returns the tokens to load beyond those computed, and whether in the background. None: not known yet."""
+        self._asked = True
         incoming = self._requests.get(request.request_id)
         if incoming is None or not request.kv_transfer_params.get("do_remote_prefill"):
+            return 0, False
+        if self._remote.has_let_go(request.request_id):
+            self._release(request.request_id, "not_renewed")
             return 0, False
         if incoming.awaited and not self._begun(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
@@ -131,6 +137,7 @@ class Incoming:
             return
         end = self._num_tokens(request, incoming)
         incoming.started = True
+        self._remote.loading(request.request_id)
         if incoming.handoff is not None and not incoming.refused:
             incoming.settles = self._shared_leases.settles(incoming.handoff, request.request_id)
         commands.loads.append(
@@ -211,6 +218,20 @@ class Incoming:
             self._release(request_id)
         elif not incoming.started:
             self._release(request_id)
+
+    def stepped(self, *, idle: bool) -> None:
+        """Notes a step of the engine; `idle`: it computes nothing. Leases are renewed only while steps come."""
+        self._remote.stepped(advanced=self._asked or not idle)
+        self._asked = False
+
+    def reset(self) -> None:
+        """Gives back the handoffs of requests without blocks, as other weights may have made them.
+
+        Their prompts are computed here.
+        """
+        for request_id, incoming in list(self._requests.items()):
+            if not incoming.started and not incoming.refused:
+                self._release(request_id)
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
@@ -301,7 +322,7 @@ class Incoming:
             r for r in ranks if num_seats(Share(self._own.total_heads, r, len(ranks)), self._own.tp_size) == 0
         ]
 
-    def _release(self, request_id: str) -> None:
+    def _release(self, request_id: str, reason: str = "released") -> None:
         """Releases the lease, unless the handoff belongs to another request, or others are under its lease."""
         incoming = self._pop(request_id)
         if incoming is not None and incoming.awaited and incoming.parts:
@@ -312,7 +333,7 @@ class Incoming:
         read = self._shared_leases.was_read(handoff)
         if not self._shared_leases.leave(handoff, request_id):
             return
-        self._counts["released"] += not read
+        self._counts[reason] += not read
         if incoming.ask_again:
             self._leave(request_id, handoff)
         else:

@@ -284,13 +284,15 @@ class SchedulerSide:
             self.turns.withdraw_ended()
         commands, self._commands = self._commands, StepCommands()
         commands.idle = idle
+        self.incoming.stepped(idle=idle)
         return commands
 
     def reset(self) -> bool:
-        """Ends the leases of all requests that were handed off, with the next step.
+        """Ends the leases of all requests that were handed off, with the next step, and gives back others' handoffs.
 
         Returns False if there were some; their blocks become free once the workers have reported the end.
         """
+        self.incoming.reset()
         self._commands.retired += self._sent.all()
         self.turns.reset()
         return not len(self._sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -28,6 +29,7 @@ _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError for the first part of the configuration that is not supported."""
     _check_parallelism(vllm_config.parallel_config)
+    _check_sleep(vllm_config.model_config)
     _check_outputs(vllm_config)
     check_media(vllm_config)
     _check_cache_dtype(vllm_config)
@@ -62,6 +64,15 @@ def _check_parallelism(parallel: Any) -> None:
             raise ConfigError(
                 f"KVLinkConnector does not serve {name}={getattr(parallel, name)} yet; set it to 1"
             )
+
+
+def _check_sleep(model: Any) -> None:
+    """Raises ConfigError if a vLLM that sleeps discards the memory of its caches while peers may read it."""
+    if getattr(model, "enable_sleep_mode", False) and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        raise ConfigError(
+            "KVLinkConnector does not serve --enable-sleep-mode with this vLLM, which replaces the caches' memory "
+            "without telling connectors, so that peers would read the old memory; remove the option, or use /pause"
+        )
 
 
 def _check_outputs(vllm_config: Any) -> None:

@@ -156,7 +156,7 @@ _WORKER, _EPOCH, _AGENT = range(3)
 
 # The ticket: a prefix with the checksum of everything after it, a header, seats, names and block ids.
 _PREFIX_BYTES, _CHECKSUM_AT, _VERSION_AT, _SEATS_AFTER = 12, 8, 6, 4
-_NUM_TOKENS, _TTL_MS, _NUM_GROUPS = (8, "<I"), (32, "<I"), (36, "<H")
+NUM_TOKENS, TTL_MS = (8, "<I"), (32, "<I")
 _SEAT_BYTES = 20
 Field: TypeAlias = tuple[int, str]
 """The offset of a field after the prefix, and its format."""
@@ -303,9 +303,9 @@ HANDOFFS: tuple[Hostile, ...] = (
     _to_decode("it has one cache group fewer", _handoff(_one_group_fewer)),
     _to_decode("its seats are forged", _handoff(lambda given: given | {"ticket": forged(given["ticket"])})),
     _to_decode("its ticket is cut", _handoff(lambda given: given | {"ticket": given["ticket"][:-40]})),
-    _to_decode("its time to live is 0", _ticket(_TTL_MS, 0)),
-    _to_decode("its time to live is 49 days", _ticket(_TTL_MS, 2**32 - 1)),
-    _to_decode("it has 2^32 - 1 tokens", _ticket(_NUM_TOKENS, 2**32 - 1)),
+    _to_decode("its time to live is 0", _ticket(TTL_MS, 0)),
+    _to_decode("its time to live is 49 days", _ticket(TTL_MS, 2**32 - 1)),
+    _to_decode("it has 2^32 - 1 tokens", _ticket(NUM_TOKENS, 2**32 - 1)),
     _to_decode(
         "it has 10,000 lists in place of a ticket", _handoff(lambda given: given | {"ticket": _NESTED})
     ),
@@ -314,7 +314,7 @@ HANDOFFS: tuple[Hostile, ...] = (
     _to_decode("it belongs to another prompt", lambda body: body, given=Given.OF_ANOTHER_PROMPT),
     _to_decode("its lease has ended", lambda body: body, given=Given.EXPIRED),
     _to_decode("do_remote_decode, too", _params(do_remote_decode=True)),
-    _to_decode("it comes with n of 2", _with(n=2), allowed=Allowed.ANYTHING),
+    _to_decode("it comes with n of 2", _with(n=2, temperature=1), allowed=Allowed.ANYTHING),
 )
 """Handoffs that were changed on their way, or that are used in another way than they were made for."""
 
@@ -376,11 +376,14 @@ class Mismatched:
     agent: str = ""
 
     def handoff(self, params: Params, agent: str = "") -> Params:
-        """Returns the peer's handoff, made from an honest one. `agent`: the address of what `self.agent` names."""
+        """Returns the peer's handoff, made from an honest one. `agent`: the address of what `self.agent` names.
+
+        Its workers have other names then, because a reader that is connected to a worker needs no agent.
+        """
         changed = self.change(copy.deepcopy(params))
         if agent:
             for owner in changed[KEY]["owners"]:
-                owner[_AGENT] = agent
+                owner[_WORKER], owner[_AGENT] = f"{owner[_WORKER]} elsewhere", agent
         return changed
 
 

@@ -29,6 +29,10 @@ def _contexts_shared(config: Any, caches: Any) -> None:
     config.parallel_config.decode_context_parallel_size = 2
 
 
+def _that_sleeps(config: Any, caches: Any) -> None:
+    config.model_config.enable_sleep_mode = True
+
+
 def _with_routed_experts(config: Any, caches: Any) -> None:
     config.aux_output_config.enable_return_routed_experts = True
 
@@ -118,6 +122,7 @@ if __name__ == "__main__":
         _as_it_is,
         _in_two_stages,
         _contexts_shared,
+        _that_sleeps,
         _with_routed_experts,
         _with_states_of_all_blocks,
         _with_states_cached,

@@ -41,6 +41,7 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
     named = {
         "in_two_stages": "pipeline_parallel_size=2",
         "contexts_shared": "decode_context_parallel_size=2",
+        "that_sleeps": "--enable-sleep-mode",
         "with_routed_experts": "--enable-return-routed-experts",
         "with_states_of_all_blocks": "--mamba-cache-mode all",
         "with_states_cached": "--no-enable-prefix-caching",
