@@ -166,7 +166,7 @@ def _own(places: tuple[Path, ...], uid: int) -> OwnToken:
 
 
 class Metadata(NamedTuple):
-    """What a client sends with one call, and the answer by which the server proves itself."""
+    """Holds what a client sends with one call, and the answer by which the server proves itself."""
 
     sent: tuple[tuple[str, str], ...]
     answer: str
