@@ -84,6 +84,8 @@ class KVLinkSender(OwnsRoom, CommonKVSender):  # type: ignore[misc]
             since = self._waits_since
             if since is not None and time.time() - since > self.kv_mgr.bootstrap_timeout:
                 raise ConfigError(self._too_much_cached())
+            if self.conclude_state is None and self.kv_mgr.wants.is_given_up(self.bootstrap_room):
+                raise ConfigError("decode aborted the request")
             return super().poll()
         except Exception as error:
             self.fail("poll", error)

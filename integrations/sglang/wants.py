@@ -11,9 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .messages import Want
+from .messages import Want, problem_of_room
 
 Address = tuple[str, int]
 
@@ -36,6 +36,8 @@ class _Room:
 
     wants: dict[Address, Want]
     is_complete: bool = False
+    given_up_at: float | None = None
+    """When to end a request that decode gave up before it began here, unless decode asks again by then."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Wants:
         self._num_held = 0
         self._failed: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms whose last attempt has failed lately: until when that is remembered, and why it failed."""
+        self._given_up: OrderedDict[int, float] = OrderedDict()
+        """Rooms without a request that a decode rank gave up lately, with the end of that."""
         self._spent: OrderedDict[int, str] = OrderedDict()
         """Generations of attempts that have ended, with their reasons."""
 
@@ -67,7 +71,17 @@ class Wants:
         """Begins an attempt, and forgets that an earlier one failed. Returns the wants held for it, to be admitted."""
         self._rooms[room] = _Room(wants)
         self._failed.pop(room, None)
-        return self._take(room)
+        held, given_up_until = self._take(room), self._given_up.pop(room, 0.0)
+        if not held and self._clock() < given_up_until:
+            self._rooms[room].given_up_at = self._clock() + RETRY_S
+        return held
+
+    def is_given_up(self, room: int) -> bool:
+        """Returns whether decode gave up a request before it began here, and did not ask again."""
+        state = self._rooms.get(room)
+        if state is None or state.given_up_at is None or state.wants:
+            return False
+        return self._clock() >= state.given_up_at
 
     def end(self, room: int, reason: str, failed: bool) -> None:
         """Ends an attempt, of which later messages are refused for this reason. Idempotent."""
@@ -101,6 +115,9 @@ class Wants:
         if running is not None and generation is None:
             return True
         wants = running.wants if running is not None else self._wants_held(room)
+        if running is None and problem_of_room(room) == "":
+            self._given_up[room] = self._clock() + self._patience_s
+            _shrink(self._given_up)
         for want in list(wants.values()):
             if want.generation == generation or (generation is None and want.address == address):
                 if running is None:
@@ -206,8 +223,6 @@ def _of_server(want: Want) -> tuple[int, int, int, int]:
     return want.tp_size, want.total_heads, want.required_dst_info_num, want.prefix_tokens
 
 
-def _shrink(
-    table: OrderedDict[int, object] | OrderedDict[int, str] | OrderedDict[int, tuple[float, str]],
-) -> None:
+def _shrink(table: OrderedDict[int, Any]) -> None:
     while len(table) > _MAX_ENDED:
         table.popitem(last=False)

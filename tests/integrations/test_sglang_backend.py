@@ -226,6 +226,32 @@ def test_a_want_that_comes_late_is_answered(
     assert sender.poll() != KVPoll.Failed
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_abort_before_prefills_request_is_there_ends_it_soon(
+    prefill: Scheduler, decode: Scheduler, asked: bool
+) -> None:
+    """Unless decode asks again: then it is another attempt."""
+    now = [0.0]
+    prefill.manager.wants._clock = lambda: now[0]
+    for again in (False, True):
+        receiver = decode.receiver(ROOM, prefill)
+        if asked:
+            ask(receiver, [4, 5])
+        receiver.abort()
+        failure_of(receiver)
+        deliver_all(prefill, decode)
+        sender = prefill.sender(ROOM)
+        assert sender.poll() == KVPoll.Bootstrapping
+        if again:
+            receiver = decode.receiver(ROOM, prefill)
+            ask(receiver, [4, 5])
+            deliver_all(prefill, decode)
+        now[0] += 5.0
+        if not again:
+            assert "decode aborted the request" in failure_of(sender)
+    arrives(prefill, decode, sender, receiver, [10, 11], [4, 5])
+
+
 def test_a_want_that_comes_twice_is_one(prefill: Scheduler, decode: Scheduler) -> None:
     sender, receiver = prefill.sender(ROOM), decode.receiver(ROOM, prefill)
     ask(receiver, [4, 5])
