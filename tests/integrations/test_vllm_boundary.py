@@ -3,25 +3,42 @@
 
 from __future__ import annotations
 
+import json
+from array import array
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_hostile import FIELDS, JSON
 from vllm_server import ASK_PREFILL, Server, request
 
+from kvlink.control.prefix_values import FoundPrefix
 from kvlink.errors import ConfigError
 from kvlink.integrations.request_names import name_of
 from kvlink.integrations.vllm.boundary import mismatch, take_params
 from kvlink.integrations.vllm.cached_blocks import check_pool
+from kvlink.integrations.vllm.earlier_turns import EarlierTurns
 from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, RankInfo
 from kvlink.integrations.vllm.handoff_parts import Part
+from kvlink.integrations.vllm.peer_prefixes import PeerPrefixes
+from kvlink.integrations.vllm.prefix_lookups import PrefixLookups
+from kvlink.prefix_digests import PrefixDigests
+from kvlink.ticket import SHARED_SEAT, LeaseSeat
 
 PROMPT = list(range(100, 110))
 TICKET = "S1ZUM" + "A" * 95
+SOFT = Handoff(
+    "r", (Owner("w", 1, "h:1"),), (LeaseSeat(1, 1000, SHARED_SEAT),), (array("I", [3]),), (16,), 16, "0" * 32, 30.0,
+    digests=PrefixDigests.of([b"0" * 16]),
+).to_params()  # fmt: skip
 OWN = RankInfo(Owner("w", 1, "127.0.0.1:1"), (16, 0), (1, 1), (1, 1))
 
 
@@ -159,6 +176,30 @@ def test_times_that_no_float_holds_are_malformed() -> None:
     for times in (b"[1" + b"0" * 400 + b", 1]", b"[NaN, 1]", b"[1]", b'"x"', b"[Infinity, 1]"):
         with pytest.raises(ConfigError, match="a part of a handoff is malformed"):
             Part.from_bytes(part[:-1] + b', "remaining_s": ' + times + b"}")
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(
+    JSON.map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=20)
+    | st.builds(
+        lambda name, value: json.dumps({KEY: {**SOFT, name: value}}).encode(), st.sampled_from(FIELDS), JSON
+    )
+)
+def test_no_ticket_of_a_directory_or_of_an_answer_raises(ticket: bytes) -> None:
+    found: Future[list[FoundPrefix]] = Future()
+    found.set_result([FoundPrefix(1, (ticket,))])
+    counts: Counter[str] = Counter()
+    lookups = PrefixLookups(cast(PeerPrefixes, None), counts)
+    turns, asks = EarlierTurns(counts, lookups=lookups), request("r", PROMPT, None)
+    lookups._asked["r"] = found
+    assert turns.num_matched(asks, 0, [OWN]) == 0
+    assert sum(counts.values()) == 1
+    answered: Future[bytes] = Future()
+    answered.set_result(ticket)
+    turns._asked["r"] = answered
+    assert turns.num_matched(asks, 0, [OWN]) == 0
+    assert sum(counts.values()) == 2
 
 
 class _Pool:
