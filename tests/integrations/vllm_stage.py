@@ -237,7 +237,9 @@ class Scene:
 
     def _steps_decode(self) -> bool:
         scheduler, engine = self.pair.decode.scheduler, self.engines["d"]
-        scheduler.reset()  # it may have been asked to hand off
+        # It may have been asked to hand off. A whole reset would also give back what waits to be loaded.
+        scheduler._commands.retired += scheduler._sent.all()
+        scheduler.turns.reset()
         for name in [name for name, one in scheduler.incoming._requests.items() if one.awaited]:
             engine.abort(name)  # its prefill is never announced
         self.step("d", 1)
@@ -271,7 +273,7 @@ def left(engine: Engine, slots: int) -> dict[str, Any]:
         "shared": incoming._shared_leases._shared,
         "turns": scheduler.turns.earlier
         and (scheduler.turns.earlier._turns or scheduler.turns.earlier._asked),
-        "renewed": incoming._remote._watched,
+        "renewed": incoming._remote,
         "offers": [len(rank._worker.offers) for rank in engine.server.ranks if len(rank._worker.offers)],
         "leases": [table for table in tables if len(table) or table._ended or table._ending or table._ids],
         "loads": [len(rank._loads) for rank in engine.server.ranks if len(rank._loads)],
