@@ -67,15 +67,16 @@ class FakeEngine:
             max_field_size=1 << 14,
         )
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        begun = _Begun(runner)
+        listening = await asyncio.get_running_loop().create_server(begun.accept, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
-            await site.stop()
-            for _ in range(10):  # what asyncio is just accepting, the runner does not know yet
-                await asyncio.sleep(0)
+            # asyncio loses a connection whose listener is closed while it is being accepted.
+            asyncio.get_running_loop().remove_reader(listening.sockets[0].fileno())
+            await begun.all_known()
+            listening.close()
             await runner.cleanup()
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -156,6 +157,31 @@ class FakeEngine:
         if self.hangs_at_probes:
             await asyncio.Event().wait()
         return web.Response()
+
+
+class _Begun:
+    """Counts the accepted connections that the runner, which closes those that it knows, has not been told of yet."""
+
+    def __init__(self, runner: web.AppRunner) -> None:
+        assert runner.server is not None
+        self._server = runner.server
+        self._known = self._server.connection_made
+        self._num_unknown = 0
+        vars(self._server)["connection_made"] = self._made
+
+    def accept(self) -> asyncio.Protocol:
+        self._num_unknown += 1
+        return self._server()
+
+    async def all_known(self) -> None:
+        """Waits for the connections that are accepted by now, with the listener at rest."""
+        await asyncio.sleep(0)  # each of them has a task by now, which has run then
+        while self._num_unknown:
+            await asyncio.sleep(0)
+
+    def _made(self, *made: Any) -> None:
+        self._num_unknown -= 1
+        self._known(*made)
 
 
 def _cut(request: web.Request) -> None:
