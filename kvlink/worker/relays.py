@@ -53,7 +53,8 @@ class Relays(Draining):
         readers: how many workers read from this one. The ticket of the Relay has a seat for each, see `split`.
             With 0 nothing is offered.
         instead: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest is
-            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end.
+            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end,
+            with all its seats: pass one of `split` if it has seats of others.
         offer_as: the request id of this worker's offer, by default that of `ticket`. At the coordinator, each relay
             needs an id of its own.
         publish, ttl_s: as for `offer`, for the offer of this worker.
@@ -72,11 +73,6 @@ class Relays(Draining):
         block_ids = copied(worker._read_ids(into))
         sources = [self._source(each, limit_s) for each in (ticket, instead) if each is not None]
         request_id, num_tokens = sources[0].request_id, sources[0].num_tokens
-        if len(sources) > 1 and len(sources[1].seats) > 1:
-            raise ConfigError(
-                f"request {request_id}: `instead` has {len(sources[1].seats)} seats, and releasing it would end the "
-                "offer for other readers; pass a ticket of `split`"
-            )
         if any(each.num_tokens != num_tokens for each in sources):
             raise ConfigError(
                 f"request {request_id}: `instead` has {sources[1].num_tokens} tokens, and `ticket` {num_tokens}"

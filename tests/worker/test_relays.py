@@ -249,13 +249,6 @@ def test_an_ended_relay_leaves_a_later_offer_of_its_name_alone(owner: Worker, re
     assert relays[1].pull(again, INTO).wait(WAIT_S)
 
 
-def test_an_unsplit_ticket_is_no_other_source(owner: Worker, relays: list[Worker]) -> None:
-    """Its release in the end would settle the seats of all other readers."""
-    whole = owner.offer("r", FROM, readers=3)
-    with pytest.raises(ConfigError, match="`instead` has 3 seats"):
-        relays[0].relay(owner.split(whole)[0], INTO, instead=whole)
-
-
 def test_a_relay_is_never_read_again_from_its_first_block(owner: Worker, relays: list[Worker]) -> None:
     """A pull that is cut off starts again by itself, and would write blocks that others have read."""
     one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO)
