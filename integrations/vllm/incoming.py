@@ -198,9 +198,7 @@ class Incoming:
             self._remote.forget(request_id)
         if incoming is None:
             return
-        with self._guard.around("undo", request_id):
-            if incoming.following is not None:
-                incoming.following.stop()
+        self._stop_following(request_id, incoming)
         handoff = incoming.handoff
         if handoff is not None and self._shared_leases.leave(handoff, request_id):
             with self._guard.around("undo", request_id):
@@ -235,9 +233,8 @@ class Incoming:
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
-        for incoming in self._requests.values():
-            if incoming.following is not None:
-                incoming.following.stop()
+        for request_id, incoming in self._requests.items():
+            self._stop_following(request_id, incoming)
         self._remote.close()
 
     def _refuse_layout(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, why: str) -> None:
@@ -249,8 +246,7 @@ class Incoming:
         )
         incoming.handoff = None
         self._remote.forget(request_id)
-        if incoming.following is not None:
-            incoming.following.stop()
+        self._stop_following(request_id, incoming)
         if self._shared_leases.leave(handoff, request_id):
             if incoming.ask_again:
                 self._leave(request_id, handoff)
@@ -363,6 +359,12 @@ class Incoming:
     def _pop(self, request_id: str) -> AwaitedRequest | None:
         self._remote.forget(request_id)
         incoming = self._requests.pop(request_id, None)
-        if incoming is not None and incoming.following is not None:
-            incoming.following.stop()
+        if incoming is not None:
+            self._stop_following(request_id, incoming)
         return incoming
+
+    def _stop_following(self, request_id: str, incoming: AwaitedRequest) -> None:
+        """Stops reading what prefill announces. If that fails, the lease is given back all the same."""
+        if incoming.following is not None:
+            with self._guard.around("follow", request_id):
+                incoming.following.stop()

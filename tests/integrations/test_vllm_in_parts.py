@@ -128,7 +128,7 @@ def test_nobody_is_told_before_every_worker_holds_the_lease(new: NewServer) -> N
         prefill.scheduler.held(Counter(rank.take_held()))
     decode.load_when_announced(waits, [5, 6, 7])
     for rank in prefill.ranks:
-        rank.computed(commands.written, None)
+        rank.computed(commands.written, lambda: None)
     decode.step_until(lambda: "x" in decode.received)
     assert not decode.failed
 
