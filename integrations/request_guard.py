@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps one request's failure inside that request: an exception that left an engine's step would end all of them.
 
-Whoever catches one calls `RequestGuard.caught`, then reports the request as failed in the engine's own way. Only
+The code that catches one calls `RequestGuard.caught`, then reports the request as failed in the engine's own way. Only
 `Exception` is caught, and nothing before the start is guarded: a wrong configuration must refuse to start.
 """
 

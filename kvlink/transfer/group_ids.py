@@ -89,7 +89,7 @@ def ranges_of(
         return [(0, limit) for limit in limits]
     ranges = each_range(tokens)
     if is_one_range(tokens):
-        one = _within(ranges[0], ticket.num_tokens, "tokens")
+        one = within(ranges[0], ticket.num_tokens, "tokens", ticket)
         return [
             (0, limit) if layout.is_state or held < ticket.num_tokens else one
             for layout, limit, held in zip(layouts, limits, kept, strict=True)
@@ -97,16 +97,18 @@ def ranges_of(
     if len(ranges) != len(layouts):
         raise ConfigError(f"tokens has {len(ranges)} ranges, and the pool {len(layouts)} cache groups")
     return [
-        _within(each, limit, f"tokens of cache group {group}")
+        within(each, limit, f"tokens of cache group {group}:", ticket)
         for group, (each, limit) in enumerate(zip(ranges, limits, strict=True))
     ]
 
 
-def _within(asked: TokenRange, limit: int, what: str) -> TokenRange:
-    """Returns the same range. Raises ConfigError unless it is within 0 to `limit`."""
-    if not 0 <= asked[0] <= asked[1] <= limit:
-        raise ConfigError(f"{what}: {asked[0]} to {asked[1]} is no range within 0 to {limit}")
-    return asked
+def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
+    """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
+    if len(asked) != 2 or not 0 <= asked[0] <= asked[1] <= count:
+        raise ConfigError(
+            f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
+        )
+    return asked[0], asked[1]
 
 
 def _buffer(given: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from kvlink.errors import ConfigError
 from kvlink.ticket import Ticket
 from kvlink.transfer.engine import Transfer
-from kvlink.transfer.group_ids import TokenRanges, ranges_of
+from kvlink.transfer.group_ids import TokenRanges, ranges_of, within
 from kvlink.transfer.peer import Peer
 from kvlink.types import ReadyUnit
 
@@ -63,12 +63,3 @@ def layers_read(layers: tuple[int, int], peer: Peer, ticket: Ticket) -> tuple[in
     """Returns those of the layers that both ends have. Raises ConfigError for layers that the model does not have."""
     first, end = within(layers, peer.total_layers, "layers", ticket)
     return min(first, peer.end_layer), min(end, peer.end_layer)
-
-
-def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tuple[int, int]:
-    """Returns the same range. Raises ConfigError unless it is within 0 to `count`. It may be empty."""
-    if len(asked) != 2 or not 0 <= asked[0] <= asked[1] <= count:
-        raise ConfigError(
-            f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
-        )
-    return asked[0], asked[1]

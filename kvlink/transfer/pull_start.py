@@ -22,8 +22,8 @@ from kvlink.ticket import SHARED_SEAT, LeaseSeat, Ticket
 from kvlink.tracing import Kind
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Transfer
-from kvlink.transfer.group_ids import copied
-from kvlink.transfer.group_start import STREAM_UNITS, layers_read, start_groups, within
+from kvlink.transfer.group_ids import copied, within
+from kvlink.transfer.group_start import STREAM_UNITS, layers_read, start_groups
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.types import ReadyUnit

@@ -9,7 +9,8 @@ from kvlink.errors import ConfigError
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer.engine import PreparedPlan
-from kvlink.transfer.group_start import layers_read, within
+from kvlink.transfer.group_ids import within
+from kvlink.transfer.group_start import layers_read
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_start import lease_words

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import Ticket
-from kvlink.transfer.group_ids import TokenRanges, each_range
-from kvlink.transfer.group_start import within
+from kvlink.transfer.group_ids import TokenRanges, each_range, within
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
 from kvlink.transfer.pull_start import Part, settle_args

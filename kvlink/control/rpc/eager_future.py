@@ -15,7 +15,7 @@ T = TypeVar("T")
 class EagerFuture(asyncio.Future[T]):
     """Adds one hook for each side to a future. A hook is called at once and before any callback.
 
-    An exception of a hook does not reach whoever answers or cancels.
+    An exception of a hook does not reach the code that answers or cancels.
     """
 
     on_answer: Callable[[EagerFuture[T]], None] | None = None
