@@ -111,9 +111,12 @@ def test_an_end_does_not_take_the_next_offer_of_the_request(worker: Worker) -> N
     worker.offer("r", [1])
     worker.offers.on_ended = offer_again
     worker.abort("r")
-    while worker.lease_counts().settled + worker.lease_counts().aborted < 1:
+
+    def is_offered_again() -> bool:
         assert worker.events() == []
-    assert [ticket.block_ids.tolist() for ticket in worker.offers.tickets()] == [[2]]
+        return [ticket.block_ids.tolist() for ticket in worker.offers.tickets()] == [[2]]
+
+    eventually(is_offered_again)
     worker.abort("r")
     assert eventually(worker.events)[0].how is LeaseEnd.ABORTED
 
