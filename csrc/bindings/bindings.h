@@ -107,8 +107,9 @@ inline py::list bytes_list(const std::vector<std::string>& blobs) {
 
 /// bindings/plan.cc: layouts, plans and planners.
 void register_plan(py::module_& m);
-/// bindings/pull.cc: connections, and transfers on them.
+/// bindings/pull.cc: connections, and pulls over them.
 void register_transfer(py::module_& m);
+void register_pull(py::module_& m);
 void register_connection(py::module_& m);
 /// bindings/memory.cc: memory that kvlink allocates.
 void register_memory(py::module_& m);

@@ -243,6 +243,7 @@ void register_engine(py::module_& m) {
              return rows;
            })
       .def("watch_ended", own(&Engine::watch_ended), py::arg("queue"))
+      .def("set_control", &Engine::set_control, py::arg("queue"))
       .def("ports",
            [](const Engine& self) {
              check(self.process().check());
@@ -289,6 +290,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_kernel(m);
   register_plan(m);
   register_transfer(m);
+  register_pull(m);
   register_path_stats(m);
   register_connection(m);
   register_rdma_options(m);

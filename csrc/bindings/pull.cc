@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bindings of connections and the transfers on them. Calls that may wait release the GIL.
+#include "engine/pull.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <deque>
+#include <functional>
+#include <list>
 
 #include "base/clock.h"
 #include "bindings/bindings.h"
@@ -46,64 +49,112 @@ py::object as_tuple(const TransferStats& stats) {
   return made;
 }
 
-/// Starts a pull of so many bytes.
-std::shared_ptr<Transfer> start(Connection& self, PullRequest& request, LeaseSeat seat, int stream,
-                                double timeout_s, uint64_t bytes) {
-  request.seat = seat;
-  request.stream = static_cast<StreamUnit>(stream);
-  request.deadline_ns = now_ns() + std::max(to_ns(timeout_s), Connection::kLeastNs);
-  // A few microseconds of copying cost less than releasing the GIL and waiting for it again.
-  if (self.runs_at_once(bytes) && request.stream == StreamUnit::kNone) return self.pull(request);
-  return without_gil([&] { return self.pull(request); });
-}
-
-/// Returns the request of one cache group. The lists must outlive it.
-PullRequest request_of(const PyPlanner& planner, const BlockIds& owner, const BlockIds& reader, Range tokens,
-                       Range layers) {
-  PullRequest request;
-  request.planner = planner.planner;
-  request.owner_blocks = owner;
-  request.reader_blocks = reader;
-  request.tokens = tokens;
-  request.layers = layers;
-  return request;
-}
-
-std::shared_ptr<Transfer> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
-                               py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat,
-                               int stream, double timeout_s) {
-  check(self.process().check());
-  const BlockIds owner(owner_blocks), reader(reader_blocks);
-  PullRequest request = request_of(planner, owner, reader, tokens, layers);
-  return start(self, request, seat, stream, timeout_s,
-               request.planner->bytes(tokens.end - tokens.begin, layers));
-}
-
 using GroupRow = std::tuple<PyPlanner, py::object, py::object, Range, Range, bool>;
 
-/// Pulls one cache group in batches, and offers it on under `lease` of the same worker, unless that is 0: the
-/// lease's `ready` grows by `scale` for each unit that has validated. With `last`, the lease ends if the pull
-/// fails.
-std::shared_ptr<Transfer> relay(Connection& self, Engine& engine, uint64_t lease, uint64_t scale, bool last,
-                                const GroupRow& row, LeaseSeat seat, int stream, uint32_t num_tokens,
-                                uint64_t batch, double timeout_s) {
-  check(self.process().check());
-  if (static_cast<StreamUnit>(stream) == StreamUnit::kNone) raise(Status::Config("a relay streams"));
-  const auto& [planner, owner_blocks, reader_blocks, tokens, layers, at_end] = row;
-  const BlockIds owner(owner_blocks), reader(reader_blocks);
-  PullRequest request = request_of(planner, owner, reader, tokens, layers);
-  request.num_tokens = num_tokens;
-  request.batch_units = batch;
-  if (lease != 0) {
-    // The table outlives the transfer's run: closing the engine closes its connections, which ends all
-    // transfers.
-    LeaseTable* const leases = &engine.leases();
-    request.follower = std::make_shared<const Follower>(
-        Follower{[=](uint64_t units) { leases->set_ready(lease, units * scale); },
-                 [=] { last && leases->abort(lease); }});
+/// One or several cache groups of a pull: planner, owner's and reader's blocks, tokens, layers, and whether a
+/// streaming pull reads it at the end. Borrows the block ids until own_ids().
+class Reads {
+ public:
+  Reads(const PyPlanner& planner, py::handle owner, py::handle reader, Range tokens, Range layers) {
+    add(planner, owner, reader, tokens, layers, false);
+    finish();
   }
-  return start(self, request, seat, stream, timeout_s,
-               planner.planner->bytes(tokens.end - tokens.begin, layers));
+  explicit Reads(const std::vector<GroupRow>& rows) {
+    if (rows.empty()) raise(Status::Config("a pull reads at least one cache group"));
+    for (const auto& [planner, owner, reader, tokens, layers, at_end] : rows) {
+      add(planner, owner, reader, tokens, layers, at_end);
+    }
+    finish();
+  }
+
+  PullRequest& request() { return request_; }
+  uint64_t bytes() const { return bytes_; }
+  /// Copies the ids, which the caller may change while it does not have the GIL.
+  void own_ids() {
+    size_t count = 0;
+    for (const GroupRead& group : groups_) count += group.owner_blocks.size() + group.reader_blocks.size();
+    ids_.reserve(count);
+    const auto copy = [this](std::span<const uint32_t>& ids) {
+      const size_t first = ids_.size();
+      ids_.insert(ids_.end(), ids.begin(), ids.end());
+      ids = {ids_.data() + first, ids.size()};
+    };
+    for (GroupRead& group : groups_) {
+      copy(group.owner_blocks);
+      copy(group.reader_blocks);
+    }
+    borrowed_.clear();
+    finish();
+  }
+
+ private:
+  void add(const PyPlanner& planner, py::handle owner, py::handle reader, Range tokens, Range layers,
+           bool at_end) {
+    const std::span<const uint32_t> theirs = borrowed_.emplace_back(owner),
+                                    ours = borrowed_.emplace_back(reader);
+    groups_.push_back({planner.planner, theirs, ours, tokens, layers, at_end});
+    bytes_ += planner.planner->bytes(tokens.end - tokens.begin, layers);
+  }
+  void finish() {
+    static_cast<GroupRead&>(request_) = groups_.front();
+    request_.more = std::span(groups_).subspan(1);
+  }
+
+  std::list<BlockIds> borrowed_;
+  std::vector<GroupRead> groups_;
+  std::vector<uint32_t> ids_;
+  PullRequest request_;
+  uint64_t bytes_ = 0;
+};
+
+/// Starts a pull of one part. Returns null if the connection is broken.
+std::shared_ptr<Pull> start(Connection& self, const PullRequest& request) {
+  std::shared_ptr<Transfer> transfer = self.pull(request);
+  return transfer ? Pull::started(std::move(transfer), self.control()) : nullptr;
+}
+
+int64_t deadline_in(double timeout_s) { return now_ns() + std::max(to_ns(timeout_s), Connection::kLeastNs); }
+
+void prepare_request(PullRequest& request, const LeaseSeat& seat, int stream, double timeout_s) {
+  request.seat = seat;
+  request.stream = static_cast<StreamUnit>(stream);
+  request.deadline_ns = deadline_in(timeout_s);
+}
+
+/// A few microseconds of copying cost less than releasing the GIL and waiting for it again.
+bool keeps_gil(const Connection& self, const PullRequest& request, uint64_t bytes) {
+  return self.runs_at_once(bytes) && request.stream == StreamUnit::kNone;
+}
+
+std::shared_ptr<Pull> start_reads(Connection& self, Reads& reads) {
+  if (keeps_gil(self, reads.request(), reads.bytes())) return start(self, reads.request());
+  reads.own_ids();
+  return without_gil([&] { return start(self, reads.request()); });
+}
+
+std::shared_ptr<Pull> pull(Connection& self, const PyPlanner& planner, py::handle owner_blocks,
+                           py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat, int stream,
+                           double timeout_s) {
+  check(self.process().check());
+  if (self.runs_at_once(planner.planner->bytes(tokens.end - tokens.begin, layers)) && stream == 0) {
+    const BlockIds owner(owner_blocks), reader(reader_blocks);  // without Reads, which allocates
+    PullRequest request;
+    static_cast<GroupRead&>(request) = {planner.planner, owner, reader, tokens, layers};
+    prepare_request(request, seat, stream, timeout_s);
+    return start(self, request);
+  }
+  Reads reads(planner, owner_blocks, reader_blocks, tokens, layers);
+  prepare_request(reads.request(), seat, stream, timeout_s);
+  return start_reads(self, reads);
+}
+
+std::shared_ptr<Pull> pull_groups(Connection& self, const std::vector<GroupRow>& rows, LeaseSeat seat,
+                                  int stream, uint32_t num_tokens, double timeout_s) {
+  check(self.process().check());
+  Reads reads(rows);
+  prepare_request(reads.request(), seat, stream, timeout_s);
+  reads.request().num_tokens = num_tokens;
+  return start_reads(self, reads);
 }
 
 /// Keeps the connection, whose numbers of regions its plan has.
@@ -111,41 +162,86 @@ struct PreparedPlan {
   std::shared_ptr<Connection> connection;
   std::shared_ptr<const Plan> plan;
 
-  std::shared_ptr<Transfer> pull(LeaseSeat seat, double timeout_s) const {
+  std::shared_ptr<Pull> pull(LeaseSeat seat, double timeout_s) const {
     check(connection->process().check());
     PullRequest request;
     request.prepared = plan;
-    return start(*connection, request, seat, 0, timeout_s, plan->bytes);
+    prepare_request(request, seat, 0, timeout_s);
+    if (keeps_gil(*connection, request, plan->bytes)) return start(*connection, request);
+    return without_gil([&] { return start(*connection, request); });
   }
 };
 
 PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& planner,
                      py::handle owner_blocks, py::handle reader_blocks, Range tokens, Range layers) {
   check(self->process().check());
-  const BlockIds owner(owner_blocks), reader(reader_blocks);
-  const PullRequest request = request_of(planner, owner, reader, tokens, layers);
-  return {self, take(without_gil([&] { return self->prepare(request); }))};
+  Reads reads(planner, owner_blocks, reader_blocks, tokens, layers);
+  reads.own_ids();
+  return {self, take(without_gil([&] { return self->prepare(reads.request()); }))};
 }
 
-/// Each row: planner, owner's and reader's blocks, tokens, layers, whether a streaming pull reads it at the
-/// end.
-std::shared_ptr<Transfer> pull_groups(Connection& self, const std::vector<GroupRow>& rows, LeaseSeat seat,
-                                      int stream, uint32_t num_tokens, double timeout_s) {
-  check(self.process().check());
-  if (rows.empty()) raise(Status::Config("a pull reads at least one cache group"));
-  std::deque<BlockIds> ids;  // keeps its elements in place
-  std::vector<GroupRead> groups;
-  uint64_t bytes = 0;
-  for (const auto& [planner, owner, reader, tokens, layers, at_end] : rows) {
-    const std::span<const uint32_t> theirs = ids.emplace_back(owner), ours = ids.emplace_back(reader);
-    groups.push_back({planner.planner, theirs, ours, tokens, layers, at_end});
-    bytes += planner.planner->bytes(tokens.end - tokens.begin, layers);
+/// Returns a pull that waits for its owners. With `num_sources` it is a relay, whose `lease`, unless that is
+/// 0, is aborted if it fails.
+std::shared_ptr<Pull> waiting_pull(Engine& engine, double timeout_s, uint32_t num_sources, uint64_t lease) {
+  check(engine.process().check());
+  Relaying relaying;
+  if (num_sources > 0) {
+    LeaseTable* const leases = &engine.leases();  // the caller keeps the engine
+    relaying = {num_sources, [=] { lease != 0 && leases->abort(lease); }};
   }
-  PullRequest request;
-  static_cast<GroupRead&>(request) = groups[0];
-  request.more = std::span(groups).subspan(1);
-  request.num_tokens = num_tokens;
-  return start(self, request, seat, stream, timeout_s, bytes);
+  return Pull::waiting(deadline_in(timeout_s), engine.control(), std::move(relaying));
+}
+
+/// What an owner's part reads, see _core.pyi.
+using PartRow = std::tuple<std::shared_ptr<Connection>, std::vector<GroupRow>, LeaseSeat, int, uint32_t>;
+
+StartReads start_of(const PartRow& row, std::function<void(uint64_t)> on_proven, uint64_t batch_units) {
+  const auto& [connection, rows, seat, stream, num_tokens] = row;
+  auto reads = std::make_shared<Reads>(rows);
+  reads->own_ids();
+  prepare_request(reads->request(), seat, stream, 0);
+  reads->request().num_tokens = num_tokens;
+  reads->request().batch_units = batch_units;
+  reads->request().on_proven = std::move(on_proven);
+  return [connection = connection, reads = std::move(reads)](int64_t deadline_ns) {
+    reads->request().deadline_ns = deadline_ns;
+    return connection->pull(reads->request());
+  };
+}
+
+bool connected(Pull& self, uint32_t attempt, const std::vector<PartRow>& rows) {
+  check(self.check_process());
+  std::vector<StartReads> reads;
+  for (const PartRow& row : rows) reads.push_back(start_of(row, {}, 0));
+  return without_gil([&] { return self.connected(attempt, reads); });
+}
+
+/// Like connected(), for a relay. The `ready` of its lease grows by `scale` for each unit that has validated.
+bool connected_relay(Pull& self, uint32_t attempt, const PartRow& row, uint64_t batch_units, uint64_t scale,
+                     Engine& engine, uint64_t lease) {
+  check(self.check_process());
+  // The transfer calls it until it ends, and keeps the pull until then.
+  const auto on_proven = [pull = &self, leases = &engine.leases(), lease, scale](uint64_t units) {
+    if (lease != 0) leases->set_ready(lease, units * scale);
+    pull->prove(units * scale);
+  };
+  const std::vector<StartReads> reads{start_of(row, on_proven, batch_units)};
+  return without_gil([&] { return self.connected(attempt, reads); });
+}
+
+py::object failure_of(const Status& status) {
+  if (status.ok()) return py::none();
+  return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
+                        static_cast<int>(status.stale()));
+}
+
+py::list actions_of(Pull& self) {
+  py::list actions;
+  for (const PullAction& action : with_lock_of(self, [&] { return self.take_actions(); })) {
+    actions.append(py::make_tuple(static_cast<int>(action.kind), action.number,
+                                  static_cast<double>(action.until_ns) / 1e9));
+  }
+  return actions;
 }
 
 }  // namespace
@@ -157,47 +253,86 @@ void register_transfer(py::module_& m) {
       .def("drain", &CompletionQueue::drain)
       .def("close", &CompletionQueue::close);
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
+      .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
+      .def_property_readonly("started_ns", &Transfer::started_ns)
+      .def("failure",
+           [](const Transfer& self) {
+             return failure_of(with_lock_of(self, [&self] { return self.status(); }));
+           })
+      .def("stats", [](const Transfer& self) {
+        return as_tuple(with_lock_of(self, [&self] { return self.stats(); }));
+      });
+}
+
+/// Wraps `method`, which takes the lock of the pull for a moment.
+template <typename Returned, typename... Arguments>
+auto briefly(Returned (Pull::*method)(Arguments...) const) {
+  return [method](const Pull& self, Arguments... arguments) {
+    return with_lock_of(self, [&] { return (self.*method)(arguments...); });
+  };
+}
+
+void register_pull(py::module_& m) {
+  py::class_<Pull, std::shared_ptr<Pull>>(m, "Pull")
+      .def_static("empty", &Pull::empty)
+      .def("begin", [](Pull& self) { with_lock_of(self, [&self] { self.begin(); }); })
+      .def_property_readonly("is_open", briefly(&Pull::is_open))
+      .def_property_readonly("token", &Pull::token)
       .def_property_readonly("state",
-                             [](const Transfer& self) {
+                             [](const Pull& self) {
                                check(self.check_process());
                                return static_cast<int>(self.state());
                              })
-      .def_property_readonly("started_ns", &Transfer::started_ns)
-      .def_property_readonly("proven_units", &Transfer::proven_units)
+      .def_property_readonly("proven_tokens", &Pull::proven_tokens)
       .def("done",
-           [](const Transfer& self) {
+           [](const Pull& self) {
              check(self.check_process());
              return self.done();
            })
       .def(
           "wait",
-          [](Transfer& self, double timeout_s) {
+          [](Pull& self, double timeout_s) {
             check(self.check_process());
             return self.done() || wait_for(to_ns(timeout_s), [&self](int64_t ns) { return self.wait(ns); });
           },
           py::arg("timeout_s"))
-      .def("failure",
-           [](const Transfer& self) -> py::object {
-             const Status status = with_lock_of(self, [&self] { return self.status(); });
-             if (status.ok()) return py::none();
-             return py::make_tuple(name_of(status.code()), status.what(), status.fix(),
-                                   static_cast<int>(status.stale()));
-           })
       .def("cancel",
-           [](Transfer& self) {
+           [](Pull& self) {
              check(self.check_process());
              without_gil([&self] { self.cancel(); });
            })
+      .def("request_cancel",
+           [](Pull& self) {
+             check(self.check_process());
+             without_gil([&self] { self.request_cancel(); });
+           })
+      .def("close", [](Pull& self) { without_gil([&self] { self.close(); }); })
       .def(
           "notify",
-          [](Transfer& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+          [](Pull& self, std::shared_ptr<CompletionQueue> queue, uint64_t token) {
             check(self.check_process());
             return with_lock_of(self, [&] { return self.notify(std::move(queue), token); });
           },
           py::arg("queue"), py::arg("token"))
-      .def("stats", [](const Transfer& self) {
-        return as_tuple(with_lock_of(self, [&self] { return self.stats(); }));
-      });
+      .def(
+          "failure",
+          [](const Pull& self) { return failure_of(with_lock_of(self, [&self] { return self.failure(); })); })
+      .def_property_readonly("num_parts", briefly(&Pull::num_parts))
+      .def("transfer", briefly(&Pull::transfer), py::arg("part"))
+      .def("cut", briefly(&Pull::cut), py::arg("part"))
+      .def("wanted", briefly(&Pull::wanted))
+      .def("take_actions", &actions_of)
+      .def("connected", &connected, py::arg("attempt"), py::arg("parts"))
+      .def("connected_relay", &connected_relay, py::arg("attempt"), py::arg("part"), py::arg("batch_units"),
+           py::arg("scale"), py::arg("engine"), py::arg("lease"))
+      .def(
+          "refused",
+          [](Pull& self, uint32_t attempt, const std::string& why, bool another) {
+            without_gil([&] { self.refused(attempt, Status::Unreachable(why), another); });
+          },
+          py::arg("attempt"), py::arg("why"), py::arg("another"));
+  m.def("waiting_pull", &waiting_pull, py::keep_alive<0, 1>(), py::arg("engine"), py::arg("timeout_s"),
+        py::arg("num_sources") = 0, py::arg("lease") = 0);
 }
 
 void register_connection(py::module_& m) {
@@ -225,16 +360,21 @@ void register_connection(py::module_& m) {
            py::arg("tokens"), py::arg("layers"))
       .def("pull_groups", &pull_groups, py::arg("groups"), py::arg("seat"), py::arg("stream"),
            py::arg("num_tokens"), py::arg("timeout_s"))
-      .def("relay", &relay, py::arg("engine"), py::arg("lease"), py::arg("scale"), py::arg("last"),
-           py::arg("group"), py::arg("seat"), py::arg("stream"), py::arg("num_tokens"), py::arg("batch"),
-           py::arg("timeout_s"))
       .def(
           "settle",
           [](Connection& self, uint32_t slot, uint64_t nonce) {
             check(self.process().check());
-            return without_gil([&] { return self.settle(slot, nonce); });  // a lane may copy meanwhile
+            return without_gil([&] { return self.settle(slot, nonce); });
           },
           py::arg("slot"), py::arg("settle_nonce"))
+      .def_property_readonly("token", &Connection::token)
+      .def("take_lost",
+           [](Connection& self) {
+             py::list words;
+             for (const LaneWord& word : self.take_lost())
+               words.append(py::make_tuple(word.slot, word.value));
+             return words;
+           })
       .def_property_readonly("broken", own(&Connection::broken))
       .def_property_readonly("idle", own(&Connection::idle))
       .def_property_readonly("pending", own(&Connection::pending))

@@ -19,11 +19,12 @@ constexpr int64_t kInlineNicNs = 120'000;
 Connection::Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, int64_t inline_ns,
                        std::shared_ptr<ScratchPool> scratch,
                        std::vector<std::shared_ptr<ProgressThread>> threads,
-                       std::shared_ptr<PathStats> path_stats)
+                       std::shared_ptr<PathStats> path_stats, std::shared_ptr<CompletionQueue> control)
     : inline_ns_(inline_ns),
       policy_(std::move(policy)),
       scratch_(std::move(scratch)),
       path_stats_(std::move(path_stats)),
+      control_(std::move(control)),
       threads_(std::move(threads)) {
   for (LaneEnd& lane : lanes) {
     const auto index = static_cast<uint32_t>(lanes_.size());
@@ -117,6 +118,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
     }
     regions = probe.regions;
     alive.push_back(probe.lane);
+    if (control_) probe.lane->on_lost([control = control_, token = token()] { control->push(token); });
     probe.lane->ready(probe.leases, readers, threads_[(alive.size() - 1) % threads_.size()]);
   }
   if (alive.empty()) return why;
@@ -228,8 +230,10 @@ Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) 
 
 bool Connection::settle(uint32_t slot, uint64_t value) {
   if (slot == 0 || value < kSmallestNonce) return false;  // no lease's: slot 0 is the header
-  return lanes_.front()->settle(slot, value);
+  return lanes_.front()->settle({slot, value});
 }
+
+std::vector<LaneWord> Connection::take_lost() { return lanes_.front()->take_lost(); }
 
 bool Connection::broken() const {
   return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/completion_queue.h"
 #include "base/patience.h"
 #include "base/process_mark.h"
 #include "base/sync.h"
@@ -29,7 +30,7 @@ class Connection {
   /// `path_stats` when it ends.
   Connection(std::vector<LaneEnd> lanes, std::shared_ptr<StagingPolicy> policy, int64_t inline_ns,
              std::shared_ptr<ScratchPool> scratch, std::vector<std::shared_ptr<ProgressThread>> threads,
-             std::shared_ptr<PathStats> path_stats);
+             std::shared_ptr<PathStats> path_stats, std::shared_ptr<CompletionQueue> control = nullptr);
   ~Connection() { close(); }
 
   const ProcessMark& process() const { return process_; }
@@ -49,7 +50,13 @@ class Connection {
   }
   /// Blocks no longer than a small inline pull takes. Returns null if the connection is broken.
   std::shared_ptr<Transfer> pull(const PullRequest& request);
+  /// Where pulls over this connection tell what they ask of the control thread; may be null.
+  const std::shared_ptr<CompletionQueue>& control() const { return control_; }
+  /// See Lane::settle. `token` is pushed to control() when take_lost() has something.
   bool settle(uint32_t slot, uint64_t value);
+  uint64_t token() const { return reinterpret_cast<uintptr_t>(this); }
+  /// Returns the settles that were queued and have died with their lane, since the last call.
+  std::vector<LaneWord> take_lost();
   /// Returns the nanoseconds of one bare read on the first lane, from post to completion. For benchmarks.
   Result<int64_t> time_read(const ReadOp& op, const Segment& segment);
 
@@ -97,6 +104,7 @@ class Connection {
   std::shared_ptr<StagingPolicy> policy_;
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<PathStats> path_stats_;
+  std::shared_ptr<CompletionQueue> control_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const TransferDriver> driver_;
   std::vector<std::shared_ptr<Lane>> lanes_;

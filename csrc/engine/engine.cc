@@ -253,7 +253,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
   if (!lanes.ok()) return lanes.status();
   const std::shared_ptr<Connection> connection(
       new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
-                     options_.inline_ns, scratch_, progress_, std::move(path_stats)),
+                     options_.inline_ns, scratch_, progress_, std::move(path_stats), control_),
       DeleteOwn());
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});

@@ -88,6 +88,10 @@ class Engine {
       const std::string& transport, const std::string& address,
       std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>());
 
+  /// Where pulls tell what they ask of the control thread. To be called before open().
+  void set_control(std::shared_ptr<CompletionQueue> control) { control_ = std::move(control); }
+  const std::shared_ptr<CompletionQueue>& control() const { return control_; }
+
   const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
   /// REQUIRES started().
@@ -171,6 +175,7 @@ class Engine {
   std::shared_ptr<ScratchPool> scratch_;
   std::unique_ptr<LeaseTable> leases_;
   std::vector<std::shared_ptr<ProgressThread>> progress_;
+  std::shared_ptr<CompletionQueue> control_;
 
   bool announces_ = false;  // readers of some transport do; constant from start() on
   std::atomic<uint32_t> next_connection_{0};

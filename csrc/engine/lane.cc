@@ -138,9 +138,21 @@ Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
 }
 
 void Lane::take_inbox() {
-  std::lock_guard lock(inbox_mutex_);
-  std::move(inbox_.begin(), inbox_.end(), std::back_inserter(queue_));
-  inbox_.clear();
+  std::vector<LaneWord> words;
+  {
+    std::lock_guard lock(inbox_mutex_);
+    std::move(inbox_.begin(), inbox_.end(), std::back_inserter(queue_));
+    inbox_.clear();
+    words = std::exchange(words_, {});
+    has_words_.store(false, std::memory_order_release);
+  }
+  std::erase_if(words, [this](LaneWord word) { return post_settle(word); });
+  if (words.empty()) return;
+  {
+    std::lock_guard lock(inbox_mutex_);
+    lost_.insert(lost_.end(), words.begin(), words.end());
+  }
+  if (on_lost_) on_lost_();
 }
 
 /// Spins by returning at once, unless spinning was vain lately.
@@ -257,6 +269,59 @@ Status Lane::post(const std::shared_ptr<Transfer>& transfer, const Step& step, u
   }
   const Chunk chunk = transfer->chunk(step, leases_.slots);
   return transfer->staged() ? staging_->post_staged(token, chunk) : endpoint_->post_read(token, chunk);
+}
+
+/// Stores a word that no caller waits for.
+Status Lane::post_word(uint64_t offset, uint64_t value) {
+  const uint64_t token = claim_token(nullptr, {});
+  Status status = endpoint_->post_write(token, leases_.words, offset, value);
+  if (!status.ok()) release(token);
+  return status;
+}
+
+/// Announces the reader on every lane, because the owner must see it before it serves the first read of that
+/// lane.
+Status Lane::announce(Transfer& transfer) {
+  if (transfer.begin_announcing(index_)) readers_->begin(transfer.seat().nonce);
+  return post_word(reader_offset(transfer.seat().slot), readers_->announcement(transfer.seat().nonce));
+}
+
+/// Withdraws the announcement when a transfer has ended, so that the end of its lease does not cut off the
+/// other pulls of this connection. Each lane that announced it withdraws, behind its announcement.
+void Lane::withdraw(Transfer& transfer) {
+  if (!readers_ || !transfer.announced_by(index_)) return;
+  const bool last = readers_->end(transfer.seat().nonce, [&transfer] { return transfer.end_announcing(); });
+  if (!last || transfer.state() == TransferState::kSettled || broken()) return;
+  const Status posted =
+      post_word(reader_offset(transfer.seat().slot), readers_->withdrawal(transfer.seat().nonce));
+  if (posted.ok()) unsent_.store(true, std::memory_order_release);
+}
+
+bool Lane::post_settle(LaneWord word) {
+  if (broken() || !post_word(settled_offset(word.slot), word.value).ok()) return false;
+  unsent_.store(true, std::memory_order_release);
+  return true;
+}
+
+bool Lane::settle(LaneWord word) {
+  if (const Hold hold(*this, std::try_to_lock); hold) {
+    if (!post_settle(word)) return false;
+    poll(now_ns());
+    return !broken();
+  }
+  {
+    std::lock_guard lock(inbox_mutex_);
+    if (broken()) return false;  // nobody may ever look into the inbox again
+    words_.push_back(word);
+    has_words_.store(true, std::memory_order_release);
+  }
+  driver_->wake();
+  return true;
+}
+
+std::vector<LaneWord> Lane::take_lost() {
+  std::lock_guard lock(inbox_mutex_);
+  return std::exchange(lost_, {});
 }
 
 bool Lane::poll(int64_t now) {

@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -37,6 +39,12 @@ struct LeaseRegions {
   uint32_t slots = 0, words = 0;
 };
 
+/// A settle: a word that is stored into the owner's peer words.
+struct LaneWord {
+  uint32_t slot = 0;
+  uint64_t value = 0;
+};
+
 /// One thread at a time holds the lane: its driver, or a caller that drives it for a pull, settles or checks
 /// it. A holder sees completions and submissions that others wait for, and makes the driver skip the lane. So
 /// every holder except the driver wakes the driver after releasing the lane, if work is left.
@@ -57,6 +65,9 @@ class Lane {
   /// need not announce themselves.
   void ready(LeaseRegions leases, std::shared_ptr<AnnouncedReaders> readers,
              std::shared_ptr<LaneDriver> driver);
+  /// Sets what is called when take_lost() has something, on a thread that holds the lane. To be called before
+  /// ready().
+  void on_lost(std::function<void()> call) { on_lost_ = std::move(call); }
   Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
   const Traits& traits() const { return traits_; }
 
@@ -64,9 +75,11 @@ class Lane {
   void submit(std::shared_ptr<Transfer> transfer);
   /// Runs one bounded round: take over, drop, post, poll. Does nothing if another thread holds the lane.
   Driven drive();
-  /// Returns whether only posts that no transfer waits for are under way, mostly settles. They leave with the
-  /// next pull's request, or at the next drive().
-  bool unsent() const { return unsent_.load(std::memory_order_acquire); }
+  /// Returns whether there are posts that no transfer waits for, mostly settles. They leave with the next
+  /// pull's request, or at the next drive().
+  bool unsent() const {
+    return unsent_.load(std::memory_order_acquire) || has_words_.load(std::memory_order_acquire);
+  }
   /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0 means one round. Returns false
   /// if the lane is busy and nothing was done.
   bool run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns);
@@ -76,8 +89,11 @@ class Lane {
   /// Notices an owner that died while the lane was idle. If another thread holds the lane, waits or does
   /// nothing.
   void check_idle(bool wait);
-  /// Posts a settle that no caller waits for. Returns false if the lane is broken.
-  bool settle(uint32_t slot, uint64_t value);
+  /// Posts a settle that no caller waits for, or queues it while another thread holds the lane, which may
+  /// copy for another pull. Returns false if the lane is broken.
+  bool settle(LaneWord word);
+  /// Returns the settles that were queued when the lane broke, since the last call.
+  std::vector<LaneWord> take_lost();
 
   /// Returns the nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle
   /// lane.
@@ -126,6 +142,7 @@ class Lane {
   Status announce(Transfer& transfer);
   void withdraw(Transfer& transfer);
   Status post_word(uint64_t offset, uint64_t value);
+  bool post_settle(LaneWord word);
   bool poll(int64_t now);  // true: something moved
   void collect(int64_t now);
   void give_up(const Status& why);
@@ -144,13 +161,16 @@ class Lane {
   LeaseRegions leases_;
   std::shared_ptr<AnnouncedReaders> readers_;
   std::shared_ptr<LaneDriver> driver_;
+  std::function<void()> on_lost_;
 
   Atomic<uint32_t> pending_{0};  // transfers queued or in the inbox
   Atomic<bool> broken_{false};
   Atomic<bool> unsent_{false};
+  Atomic<bool> has_words_{false};
 
   Mutex inbox_mutex_;  // never held while posting or copying
   std::vector<std::shared_ptr<Transfer>> inbox_;
+  std::vector<LaneWord> words_, lost_;
 
   Mutex mutex_;  // serialises the endpoint; guards everything below
   std::vector<std::shared_ptr<Transfer>> queue_;

@@ -15,17 +15,6 @@ namespace kvlink {
 /// The units that LeaseSlot::ready counts if a pull starts before all is written.
 enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers, kTokens };
 
-/// Follows a streaming pull whose blocks are offered on while it runs. Called on threads of lanes, which hold
-/// the transfer's lock: it must not block, and must not call the transfer.
-struct Follower {
-  /// The first `units` have landed, and the nonce was read behind them. Nothing writes their bytes any more,
-  /// so others may read them. Never decreases.
-  std::function<void(uint64_t units)> proven;
-  /// The pull failed. Called before anybody can see that it ended, and so before its blocks are written
-  /// again.
-  std::function<void()> failed;
-};
-
 /// A pull of one cache group, which it describes itself, or of several: then `more` has the others. The block
 /// lists are copied only when streaming.
 struct PullRequest : GroupRead {
@@ -38,7 +27,10 @@ struct PullRequest : GroupRead {
   int64_t deadline_ns = 0;  // by now_ns()
   /// With a StreamUnit: at most this many units are read before the slot is looked at again; 0 for no limit.
   uint64_t batch_units = 0;
-  std::shared_ptr<const Follower> follower;  // null: none
+  /// Of a streaming pull; may be empty. The first `units` have landed, and the nonce was read behind them.
+  /// Nothing writes their bytes any more, so others may read them. Never decreases. Called as
+  /// TransferObserver is.
+  std::function<void(uint64_t units)> on_proven;
 };
 
 }  // namespace kvlink

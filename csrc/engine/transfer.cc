@@ -52,7 +52,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       deadline_ns_(request.deadline_ns),
       driver_(std::move(driver)),
       prepared_(request.prepared),
-      follower_(request.follower),
+      on_proven_(request.on_proven),
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   stats_.soft = seat_.is_shared();
@@ -118,10 +118,11 @@ TransferStats Transfer::stats() const {
   return stats;
 }
 
-bool Transfer::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+bool Transfer::follow(std::shared_ptr<TransferObserver> observer, uint32_t part) {
   std::lock_guard lock(mutex_);
   if (done()) return false;
-  watchers_.emplace_back(std::move(queue), token);
+  observer_ = std::move(observer);
+  part_ = part;
   return true;
 }
 
@@ -286,7 +287,7 @@ void Transfer::on_slot(int64_t now) {
 void Transfer::prove() {
   if (!streams_ || !all_landed()) return;
   proven_units_.store(stream_.planned_units(), std::memory_order_release);
-  if (follower_) follower_->proven(stream_.planned_units());
+  if (on_proven_) on_proven_(stream_.planned_units());
 }
 
 /// Plans the units that became ready since the last look, or sets when to look again.
@@ -343,12 +344,12 @@ void Transfer::finish(Status status, int64_t now) {
   if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);
   }
-  if (follower_ && !result_.ok()) follower_->failed();
   const TransferState valid = stats_.settled ? TransferState::kSettled : TransferState::kValid;
   state_.store(result_.ok() ? valid : TransferState::kFailed, std::memory_order_release);
-  for (const auto& [queue, token] : watchers_) queue->push(token);
-  watchers_.clear();
   changed_.notify_all();
+  if (const auto observer = std::exchange(observer_, nullptr)) {
+    observer->transfer_ended(part_, state(), result_.code());
+  }
   if (announced_ != 0 && !stats_.settled && shared()) driver_->wake();  // the lanes withdraw it
 }
 

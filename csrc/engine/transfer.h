@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/completion_queue.h"
 #include "base/process_mark.h"
 #include "base/status.h"
 #include "base/sync.h"
@@ -56,6 +55,15 @@ enum class TransferState : uint8_t {
 
 class Transfer;
 
+/// Learns how the transfers of a pull end. Called once for each, on threads of lanes, with the transfer's
+/// lock held: it must not block, and must not call the transfer.
+class TransferObserver {
+ public:
+  virtual ~TransferObserver() = default;
+  /// `code` is that of the status of a transfer that failed.
+  virtual void transfer_ended(uint32_t part, TransferState state, Code code) = 0;
+};
+
 /// How a transfer reaches the lanes that carry it, and their properties. Any thread.
 struct TransferDriver {
   std::function<void()> wake;  // after cancel(), and when one lane leaves work to the others
@@ -92,8 +100,8 @@ class Transfer {
   uint64_t proven_units() const { return proven_units_.load(std::memory_order_acquire); }
   /// Requests the end. Once done() returns true, no late byte lands.
   void cancel();
-  /// Returns false if the transfer has already ended; nothing is pushed then.
-  bool notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
+  /// Returns false if the transfer has already ended; `observer` is not called then.
+  bool follow(std::shared_ptr<TransferObserver> observer, uint32_t part);
 
   // The lanes' side.
   void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
@@ -162,7 +170,7 @@ class Transfer {
   int64_t started_ns_, deadline_ns_;
   std::shared_ptr<const TransferDriver> driver_;
   const std::shared_ptr<const Plan> prepared_;  // null: see plan_
-  const std::shared_ptr<const Follower> follower_;
+  const std::function<void(uint64_t)> on_proven_;
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
   ReadOp slot_op_;
@@ -192,7 +200,8 @@ class Transfer {
   Status stop_;
   Status result_;
   TransferStats stats_;
-  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> watchers_;
+  std::shared_ptr<TransferObserver> observer_;  // until the end
+  uint32_t part_ = 0;                           // for it
 };
 
 }  // namespace kvlink
