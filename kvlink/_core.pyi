@@ -114,8 +114,11 @@ class CompletionQueue:
     def drain(self) -> list[int]: ...
     def close(self) -> None: ...
 
+Failure = tuple[str, str, str, int]
+"""The exception's name, what failed, the fix, and the reason of StaleBlocks."""
+
 class Transfer:
-    """One pull from one owner, shared between the caller and the engine's threads."""
+    """What a pull reads from one owner."""
 
     @property
     def state(self) -> int:
@@ -123,18 +126,65 @@ class Transfer:
     @property
     def started_ns(self) -> int:
         """By `time.monotonic_ns()`."""
+    def failure(self) -> Failure | None:
+        """Returns why it has failed; None when it went well."""
+    def stats(self) -> TransferStats: ...
+
+class Pull:
+    """csrc/engine/pull.h Pull: one pull from its call to its end. Any thread."""
+
+    @staticmethod
+    def empty() -> Pull:
+        """Returns a pull that reads nothing and has ended."""
     @property
-    def proven_units(self) -> int:
-        """Of a streaming transfer: so many units have landed and validated, also if it failed later."""
+    def state(self) -> int:
+        """0 waits for its owners, 1 starting, 2 reading, 3 failed, 4 valid, 5 valid and settled."""
+    @property
+    def proven_tokens(self) -> int:
+        """Of a relay: so many tokens have landed and validated, also if it failed later."""
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool:
-        """Releases the GIL. False: still running. A negative timeout waits for ever."""
-    def failure(self) -> tuple[str, str, str, int] | None:
-        """(exception's name, what failed, fix) of an ended transfer; None when it went well."""
-    def cancel(self) -> None: ...
+        """Releases the GIL. False: it has not ended. A negative timeout waits for ever."""
+    def cancel(self) -> None:
+        """On return no byte of it lands any more, and nothing of it starts."""
+    def request_cancel(self) -> None:
+        """Like `cancel`, and returns before the pull has ended."""
+    def close(self) -> None:
+        """Ends a pull that waits, because the worker closes, and prevents another attempt."""
     def notify(self, queue: CompletionQueue, token: int) -> bool:
-        """Pushes `token` to `queue` when the transfer ends. False: it has ended already and nothing is pushed."""
-    def stats(self) -> TransferStats: ...
+        """Pushes `token` to `queue` when the pull ends. False: it has ended already and nothing is pushed."""
+    def failure(self) -> Failure | None:
+        """Returns why the pull ended while it waited for its owners. None: see the failures of its transfers."""
+    @property
+    def num_parts(self) -> int: ...
+    def transfer(self, part: int) -> Transfer | None:
+        """Returns the last transfer of a part. None: its connection was broken when it should start."""
+    def cut(self, part: int) -> Transfer | None:
+        """Returns the transfer that was cut before the part was read again."""
+    @property
+    def token(self) -> int:
+        """What is pushed to the control queue when `take_actions` has something."""
+    def begin(self) -> None:
+        """To be called when the control thread knows the token of a pull that `is_open`."""
+    @property
+    def is_open(self) -> bool:
+        """Whether the control thread has to know this pull."""
+    def take_actions(self) -> list[tuple[int, int, float]]:
+        """(kind, number, until by `time.monotonic()`), see PullAction of csrc/engine/pull.h."""
+    def wanted(self) -> list[int]:
+        """Returns the parts of an attempt; none at the first one, which decides how many there are."""
+    def connected(self, attempt: int, parts: Sequence[PartRow]) -> bool:
+        """Starts the parts of an attempt. False: it is no longer wanted, and nothing has started."""
+    def connected_relay(
+        self, attempt: int, part: PartRow, batch_units: int, scale: int, engine: Engine, lease: int
+    ) -> bool:
+        """As `connected`, for a relay. At most `batch_units` units are read before the owner's slot is looked at again,
+        and the `ready` of the lease of this worker becomes `scale` for each unit that has validated; lease 0: none."""
+    def refused(self, attempt: int, why: str, another: bool) -> None:
+        """An owner cannot be reached. `another`: the next source of a relay may work."""
+
+def waiting_pull(engine: Engine, timeout_s: float, num_sources: int = 0, lease: int = 0) -> Pull:
+    """Returns a pull that waits for its owners. With `num_sources` it is a relay, whose lease ends if it fails."""
 
 class TransferStats(NamedTuple):
     """What one transfer moved, and how long each part took."""
@@ -175,8 +225,13 @@ class PathStats:
 class PreparedPlan:
     """The reads of a pull that `Connection.prepare` planned."""
 
-    def pull(self, seat: tuple[int, int, int], timeout_s: float) -> Transfer | None:
-        """Starts a transfer as `Connection.pull` does."""
+    def pull(self, seat: tuple[int, int, int], timeout_s: float) -> Pull | None:
+        """Starts a pull as `Connection.pull` does."""
+
+GroupRow = tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool]
+"""Planner, owner's and reader's blocks, tokens, layers, and whether a streaming pull reads it once all is ready."""
+PartRow = tuple["Connection", list[GroupRow], tuple[int, int, int], int, int]
+"""Connection, cache groups, seat, stream and number of tokens, see `Connection.pull_groups`."""
 
 class Connection:
     """One reader-side connection to one owner over one transport, with its lanes."""
@@ -213,8 +268,8 @@ class Connection:
         seat: tuple[int, int, int],
         stream: int,
         timeout_s: float,
-    ) -> Transfer | None:
-        """Starts a transfer. Returns None if the connection is broken.
+    ) -> Pull | None:
+        """Starts a pull from one owner. Returns None if the connection is broken.
 
         `tokens` and `layers` are half-open ranges. `seat` is (slot, nonce, settle nonce); with a settle nonce of 0, or
         1 for a shared seat, the transfer only validates. `stream`: 0 if all is ready, 1 if `ready` counts blocks, 2 if
@@ -223,38 +278,23 @@ class Connection:
         """
     def pull_groups(
         self,
-        groups: Sequence[tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool]],
+        groups: Sequence[GroupRow],
         seat: tuple[int, int, int],
         stream: int,
         num_tokens: int,
         timeout_s: float,
-    ) -> Transfer | None:
-        """Starts a transfer of several cache groups, as `pull` does for one.
+    ) -> Pull | None:
+        """Starts a pull of several cache groups, as `pull` does for one.
 
-        Each group has its planner, owner's and reader's blocks, tokens, layers, and whether a streaming transfer reads
-        it once all is ready. `stream` may also be 3 if `ready` counts tokens, up to `num_tokens`.
-        """
-    def relay(
-        self,
-        engine: Engine,
-        lease: int,
-        scale: int,
-        last: bool,
-        group: tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool],
-        seat: tuple[int, int, int],
-        stream: int,
-        num_tokens: int,
-        batch: int,
-        timeout_s: float,
-    ) -> Transfer | None:
-        """Starts a streaming transfer of one cache group that is offered on, under a lease of this worker's engine.
-
-        At most `batch` units are read before the owner's slot is looked at again. `ready` of the lease becomes `scale`
-        for each unit whose bytes have validated; lease 0 stands for none. With `last`, the lease is aborted if the
-        transfer fails.
+        `stream` may also be 3 if `ready` counts tokens, up to `num_tokens`.
         """
     def settle(self, slot: int, settle_nonce: int) -> bool:
-        """One-sided; False when the connection is broken."""
+        """One-sided, and never waits: it is queued while the lane copies. False when the connection is broken."""
+    def take_lost(self) -> list[tuple[int, int]]:
+        """Returns the slots and values of settles that were queued when the connection broke."""
+    @property
+    def token(self) -> int:
+        """What is pushed to the control queue when `take_lost` has something."""
     @property
     def broken(self) -> bool: ...
     @property
@@ -360,6 +400,8 @@ class Engine:
     ) -> tuple[int, list[bytes], list[bytes], list[bytes]]: ...
     def ports(self) -> list[tuple[str, str, int, bool]]: ...
     def watch_ports(self, queue: CompletionQueue) -> None: ...
+    def set_control(self, queue: CompletionQueue) -> None:
+        """Sets where pulls push their tokens. To be called before `open`."""
     def open(self, transport: str, address: bytes, path_stats: PathStats) -> Connection: ...
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""

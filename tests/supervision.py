@@ -56,8 +56,6 @@ _ALLOWED = {
     "kvlink/coordinator/store/etcd/settle_orders.py:__anext__": "a group commit, whose failure changes nothing",
     "kvlink/monitoring/metrics/serving.py": "the threads of requests, which socketserver guards by handle_error",
     "kvlink/runtime/supervised.py": "starts all others",
-    "kvlink/transfer/pull_start.py:start": "start_connected passes every exception to the future of the pull",
-    "kvlink/worker/relay.py:connect": "Relay.wait reads the future",
     "kvlink/worker/prefixes.py:find_prefix": "returns the future to the caller of kvlink",
 }  # fmt: skip
 

@@ -12,9 +12,10 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
+from kvlink import _core
 from kvlink.forks import num_forks
 from kvlink.runtime.supervised import guarded
-from kvlink.transfer.engine import CompletionQueue, Engine, Transfer
+from kvlink.transfer.engine import CompletionQueue, Engine
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ _MOST_MS = 2**31 - 1  # the largest timeout of poll(2)
 
 
 class LoopWaiter:
-    """Waits for transfers on behalf of one event loop. Only the thread of that loop uses it, and it lives as long."""
+    """Waits for pulls on behalf of one event loop. Only the thread of that loop uses it, and it lives as long."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._queue = CompletionQueue()
@@ -39,12 +40,12 @@ class LoopWaiter:
             waiter = _waiters[loop] = cls(loop)
         return waiter
 
-    async def ended(self, transfer: Transfer) -> None:
-        """Returns when the transfer has ended, with or without success."""
+    async def ended(self, pull: _core.Pull) -> None:
+        """Returns when the pull has ended, with or without success."""
         token = next(self._tokens)
         future = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
-            if transfer.notify(self._queue, token):
+            if pull.notify(self._queue, token):
                 await future
         finally:
             self._waiting.pop(token, None)
@@ -117,9 +118,10 @@ async def cancellation(waiting: Awaitable[object]) -> asyncio.CancelledError | N
 
 
 class QueueReader:
-    """Calls `on_ready` whenever `queue` has an entry, on the event loop that is running at construction."""
+    """Calls `on_ready` with the entries of `queue` whenever it has some, on the event loop that is running at
+    construction."""
 
-    def __init__(self, on_ready: Callable[[], object]) -> None:
+    def __init__(self, on_ready: Callable[[list[int]], object]) -> None:
         self.queue = CompletionQueue()
         self._made_at = num_forks()
         self._on_ready = on_ready
@@ -135,15 +137,14 @@ class QueueReader:
             self.queue.close()
 
     def _read(self) -> None:
-        self.queue.drain()
-        self._on_ready()
+        self._on_ready(self.queue.drain())
 
 
 async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
     """Yields the results of `look`, now and whenever leases have ended, on the running event loop until the engine is
     closed."""
     ready = asyncio.Event()
-    reader = QueueReader(ready.set)
+    reader = QueueReader(lambda _: ready.set())
     try:
         engine.core.watch_ended(reader.queue)
         engine.notify_when_closed(reader.queue)

@@ -34,7 +34,8 @@ Connection = _core.Connection
 PreparedPlan = _core.PreparedPlan
 Transfer = _core.Transfer
 
-RUNNING, FAILED, VALID, SETTLED = range(4)  # states of a Transfer, see csrc/engine/transfer.h
+RUNNING, FAILED, VALID, SETTLED = range(4)
+"""The states of a Transfer, see csrc/engine/transfer.h."""
 
 _HOW = {1: LeaseEnd.SETTLED, 2: LeaseEnd.EXPIRED, 3: LeaseEnd.ABORTED}
 
@@ -284,8 +285,11 @@ def _within_reach(transports: list[str], pool: BlockPool) -> list[str]:
 def failure(transfer: Transfer, where: str) -> KVLinkError | None:
     """Returns the error of an ended transfer, or None. `where` names the request and the peer."""
     failed = transfer.failure()
-    if failed is None:
-        return None
+    return None if failed is None else error_of(failed, where)
+
+
+def error_of(failed: _core.Failure, where: str) -> KVLinkError:
+    """Returns the error of a failure that the core describes."""
     name, what, fix, stale = failed
     sentence = f"{where}: {what}"
     if name == "TransportUnavailable":

@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kvlink.transfer.peer import Refusal
-from kvlink.transfer.pull_start import Part
+from kvlink.ticket import Ticket
+from kvlink.transfer.engine import Transfer
+from kvlink.transfer.peer import Peer, Refusal
+
+Part = tuple[Ticket, Peer, Transfer]
+"""What a pull reads from one owner."""
 
 _NETWORKED = ("tcp", "verbs")
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.ticket import Ticket
-from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer
+from kvlink.transfer.block_ids import BlockIds, as_array
 
 GroupIds = BlockIds | Sequence[BlockIds]
 """The block ids of a request: one list, or one for each cache group."""
@@ -29,15 +29,10 @@ The range of one group counts what that group keeps: its own tokens from 0 on, o
 
 
 def reader_of_ids(groups: Sequence[KVLayout]) -> Callable[[Any], Any]:
-    """Returns the function that converts the `into` of a pull: to a buffer, or to one for each group."""
+    """Returns the function that converts the `into` of a pull: to an array of its own, or to one for each group."""
     if len(groups) == 1:
-        return _buffer
-    return partial(_buffers, num_groups=len(groups), what="into")
-
-
-def copied(into: Any) -> Any:
-    """Copies the converted `into` of a pull, which the caller may change."""
-    return tuple(map(copied, into)) if type(into) is tuple else array("I", bytes(memoryview(into)))
+        return _array
+    return partial(_arrays, num_groups=len(groups), what="into")
 
 
 def arrays_of(given: Any, groups: Sequence[KVLayout], what: str) -> list[array[int]]:
@@ -111,15 +106,15 @@ def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tup
     return asked[0], asked[1]
 
 
-def _buffer(given: Any) -> Any:
+def _array(given: Any) -> array[int]:
     if type(given) is array and given.typecode == "I":
-        return given  # what as_buffer does, without a call on the way of every small pull
-    return as_buffer(given, "into")
+        return given[:]  # what as_array does, without a call on the way of every small pull
+    return as_array(given, "into")
 
 
-def _buffers(given: Any, num_groups: int, what: str) -> tuple[Any, ...]:
+def _arrays(given: Any, num_groups: int, what: str) -> tuple[array[int], ...]:
     lists = _lists(given, num_groups, what)
-    return tuple(as_buffer(ids, f"{what}, cache group {index}") for index, ids in enumerate(lists))
+    return tuple(as_array(ids, f"{what}, cache group {index}") for index, ids in enumerate(lists))
 
 
 def _lists(given: Any, num_groups: int, what: str) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -48,8 +48,10 @@ class Peers:
     engine: Engine
     directory: Directory
     connects: SharedConnects = field(init=False)
+    on_lost: Callable[[Peer], object] = lambda _: None
+    """Called when settles that were queued may have died with a connection."""
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
-    _retiring: dict[asyncio.Task[None], Connection] = field(default_factory=dict)
+    _retiring: dict[asyncio.Task[None], Peer] = field(default_factory=dict)
     _path_log: PathLog = field(default_factory=PathLog)
 
     def __post_init__(self) -> None:
@@ -87,12 +89,8 @@ class Peers:
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""
-        peers, retiring = (
-            [*self._peers.values()],
-            [*self._retiring.values()],
-        )  # the loop may change both meanwhile
-        for connection in [*(peer.connection for peer in peers), *retiring]:
-            connection.close()
+        for peer in [*self._peers.values(), *self._retiring.values()]:  # a copy: the loop may change both
+            peer.connection.close()
         self._peers.clear()
 
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
@@ -218,21 +216,26 @@ class Peers:
         """Adds a peer and retires its predecessor, the peers of older epochs of the same worker, and broken ones."""
         for known, old in list(self._peers.items()):
             if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
-                self._retire(self._peers.pop(known).connection)
+                self._retire(self._peers.pop(known))
         self._peers[key] = peer
         self._path_log.opened(peer)
 
-    def _retire(self, connection: Connection) -> None:
+    def with_connection(self, token: int) -> list[Peer]:
+        """Returns the owner to which a connection leads, also while that is being closed."""
+        peers = [*self._peers.values(), *self._retiring.values()]
+        return [peer for peer in peers if peer.connection.token == token]
+
+    def _retire(self, peer: Peer) -> None:
         """Closes a connection after the pulls on its other lanes have ended."""
-        task = start_loop("retired connection", partial(_close_when_idle, connection))
-        self._retiring[task] = connection
+        task = start_loop("retired connection", partial(self._close_when_idle, peer))
+        self._retiring[task] = peer
         task.add_done_callback(guarded("connection retired", self._retiring.pop))
 
-
-async def _close_when_idle(connection: Connection) -> None:
-    while not connection.idle:
-        await asyncio.sleep(_DRAIN_TICK_S)
-    connection.close()
+    async def _close_when_idle(self, peer: Peer) -> None:
+        while not peer.connection.idle:
+            await asyncio.sleep(_DRAIN_TICK_S)
+        peer.connection.close()
+        self.on_lost(peer)
 
 
 _abandoned: list[dict[tuple[str, int], Peer]] = []

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from kvlink.errors import Cancelled, ConfigError, KVLinkError
-from kvlink.runtime.supervised import guarded
+from kvlink import _core
+from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer.completion import LoopWaiter, SharedAwaitable, cancellation
-from kvlink.transfer.engine import FAILED, SETTLED, failure
-from kvlink.transfer.explain import PathTaken, paths_taken
-from kvlink.transfer.pull_start import Part, PullStart, settle_args, stop
-from kvlink.transfer.restart import Restart
+from kvlink.transfer.engine import error_of, failure
+from kvlink.transfer.explain import Part, PathTaken, paths_taken
+from kvlink.transfer.owners import Owner
+from kvlink.transfer.peer import Peer
+from kvlink.transfer.pull_request import settle_args
+
+FAILED, VALID, SETTLED = 3, 4, 5
+"""The states of an ended pull, see csrc/engine/pull.h."""
 
 
 class PullStats(NamedTuple):
@@ -38,6 +42,16 @@ class PullStats(NamedTuple):
     settled: bool = False
 
 
+class Observer(Protocol):
+    """Records what becomes of one pull."""
+
+    def ended(self, pull: Pull) -> None:
+        """Called when a caller has learned that the pull has ended, perhaps several times."""
+
+    def settled(self, pull: Pull, began_ns: int, settled: bool) -> None:
+        """Called after `Pull.settle`, which began at `began_ns` by `time.time_ns()`, with its result."""
+
+
 class Pull(SharedAwaitable[PullStats]):
     """A running or ended pull. The destination holds valid bytes only after the pull ended without an error.
 
@@ -48,34 +62,37 @@ class Pull(SharedAwaitable[PullStats]):
     """
 
     __slots__ = (
+        "_core",
+        "_cuts",
+        "_error",
+        "_flush",
         "_landed",
-        "_on_landed",
-        "_on_unsettled",
-        "_parts",
+        "_observer",
+        "_owners",
         "_pid",
-        "_restart",
-        "_starting",
         "_told",
         "request_id",
     )
 
     def __init__(
         self,
+        core: _core.Pull,
         request_id: str,
-        parts: list[Part] | None,
-        starting: PullStart | None,
-        on_unsettled: Callable[[Part], None] | None,
-        on_landed: Callable[[], object] | None = None,
-        restart: Restart | None = None,
-        landed: bool = False,
+        owners: list[Owner],
+        flush: Callable[[], object] | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        self._core = core
         self.request_id = request_id
-        self._parts = parts
-        self._starting = starting
-        self._on_unsettled = on_unsettled
-        self._on_landed = on_landed
-        self._restart = restart
-        self._landed = landed
+        self._owners = owners
+        self._flush = flush
+        self._observer = observer
+        self._landed = flush is None and observer is None and core.state == SETTLED
+        self._told = False
+        self._error: KVLinkError | None = None
+        """Why the owners could not be connected."""
+        self._cuts: dict[str, str] | None = None
+        """The errors of a first attempt that was cut, by the owner that is read again."""
 
     def __repr__(self) -> str:
         """Describes the state."""
@@ -84,28 +101,11 @@ class Pull(SharedAwaitable[PullStats]):
                 return f"Pull({self.request_id!r}: running)"
         except ConfigError:
             return f"Pull({self.request_id!r}: belongs to the parent process)"
-        return f"Pull({self.request_id!r}: {self._error() or self.stats!r})"
+        return f"Pull({self.request_id!r}: {self._failure() or self.stats!r})"
 
     def done(self) -> bool:
         """Returns whether the pull has ended, with or without success. Never blocks."""
-        parts = self._started(0)
-        if parts is None or not all(transfer.done() for _, _, transfer in parts):
-            return False
-        return self._restart is None or not self._try_restart(self._restart, parts)
-
-    def _try_restart(self, restart: Restart, parts: list[Part]) -> bool:
-        """Returns whether the pull continues after `parts`, which have ended."""
-        if all(transfer.state != FAILED for _, _, transfer in parts):
-            return False
-        with restart.lock:
-            if parts is not self._started(0):
-                return True  # another thread restarted it first
-            starting = restart.begin(self.request_id, parts)
-            if starting is None:
-                return False
-            self._starting = starting  # before `_parts` is cleared, because readers then look here
-            self._parts = None
-            return True
+        return self._core.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits at most `timeout_s` seconds with the GIL released. Returns False if the pull is still running.
@@ -114,21 +114,9 @@ class Pull(SharedAwaitable[PullStats]):
         """
         if self._landed:  # a small pull that ran inline
             return True
-        deadline = None if timeout_s is None else time.monotonic() + checked(timeout_s)
-        while self._wait_once(deadline):
-            if self.done():
-                self._conclude()
-                return True
-        return False
-
-    def _wait_once(self, deadline: float | None) -> bool:
-        """Waits for the started transfers and returns whether they ended in time. The pull may restart then."""
-        parts = self._started(None if deadline is None else max(deadline - time.monotonic(), 0))
-        if parts is None:
+        if not self._core.wait(-1 if timeout_s is None else checked(timeout_s)):
             return False
-        for _, _, transfer in parts:
-            if not transfer.wait(-1 if deadline is None else max(deadline - time.monotonic(), 0)):
-                return False
+        self._conclude()
         return True
 
     def __await__(self) -> Generator[Any, None, PullStats]:
@@ -143,8 +131,7 @@ class Pull(SharedAwaitable[PullStats]):
         if not self.done():
             self._pid = os.getpid()
             try:
-                while not self.done():
-                    await self._until_ended()
+                await LoopWaiter.of_running_loop().ended(self._core)
             except asyncio.CancelledError:
                 await self._cancelled()
                 raise
@@ -157,15 +144,15 @@ class Pull(SharedAwaitable[PullStats]):
     async def _cancelled(self) -> None:
         """Ends the pull as `cancel` does without blocking the loop. Cancelling this coroutine does not interrupt it."""
         self._told = True
-        if self._restart is not None:
-            self._restart.give_up()
         again: asyncio.CancelledError | None = None
         try:
+            self._core.request_cancel()
             while not self.done():
-                again = await cancellation(self._until_ended(stopping=True)) or again
+                again = await cancellation(LoopWaiter.of_running_loop().ended(self._core)) or again
         except GeneratorExit:
             self._cancel_own()
             raise
+        self._observe()
         if again is not None:
             raise again
 
@@ -174,21 +161,6 @@ class Pull(SharedAwaitable[PullStats]):
         if self._pid == os.getpid():
             self.cancel()
 
-    async def _until_ended(self, stopping: bool = False) -> None:
-        if self._parts is None and self._starting is not None:
-            self._starting.check_own()
-            if stopping:
-                self._starting.cancel()
-            started = asyncio.wrap_future(self._starting)
-            started.add_done_callback(guarded("pull start", _retrieve_exception))  # _conclude raises it
-            await asyncio.wait([started])
-        transfers = [transfer for _, _, transfer in self._started(0) or []]
-        if stopping:
-            for transfer in transfers:
-                transfer.cancel()
-        for transfer in transfers:
-            await LoopWaiter.of_running_loop().ended(transfer)
-
     def __enter__(self) -> Pull:
         self._pid = os.getpid()
         return self
@@ -196,7 +168,7 @@ class Pull(SharedAwaitable[PullStats]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._cancel_own()
-        elif not self._is_told():
+        elif not self._told:
             self.wait()
 
     async def __aenter__(self) -> Pull:
@@ -204,27 +176,18 @@ class Pull(SharedAwaitable[PullStats]):
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            if not self._is_told():
+            if not self._told:
                 await self
         elif issubclass(kind, GeneratorExit):
             self._cancel_own()
         else:
             await self._cancelled()
 
-    def _is_told(self) -> bool:
-        """Returns whether the pull has failed or was cancelled, and the program knows it. It has ended then."""
-        return getattr(self, "_told", False)  # set at that time, because every small pull is created
-
     def cancel(self) -> None:
         """Ends the pull. On return no more bytes of it can arrive. It has no effect on an ended pull."""
-        if self._restart is not None:
-            self._restart.give_up()
-        self._told = self._is_told() or not self.done()
-        if self._parts is None and self._starting is not None:
-            self._starting.check_own()
-            self._starting.cancel()
-        for part in self._started(None) or []:
-            stop(part)
+        self._told = self._told or not self.done()
+        self._core.cancel()
+        self._observe()
 
     def close(self) -> None:
         """Cancels the pull as `cancel` does."""
@@ -235,77 +198,97 @@ class Pull(SharedAwaitable[PullStats]):
 
         A reader that reads a request in several pulls settles the last one after all have succeeded. A soft offer needs
         no settle. Does not block."""
-        parts = [part for part in self._started(0) or [] if not part[0].soft]
-        settled = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer, _ in parts]
-        return all(settled)
+        began_ns = time.time_ns()
+        hard = [(ticket, peer) for ticket, peer in self._owners if not ticket.soft]
+        told = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer in hard]
+        if self._observer is not None:
+            self._observer.settled(self, began_ns, all(told))
+        return all(told)
 
     @property
     def stats(self) -> PullStats:
         """The statistics of the transfers that were started. They are final when the pull is done."""
-        transfers = [transfer for _, _, transfer in self._started(0) or []]
-        if not transfers:
+        rows = [transfer.stats() for _, _, transfer in self.parts()]
+        if not rows:
             return PullStats()
-        rows = [transfer.stats() for transfer in transfers]
         sums = [sum(row[column] for row in rows) for column in range(3)]
         slowest_us = [max(row[column] for row in rows) / 1000 for column in range(3, 9)]
-        settled = all(transfer.state == SETTLED for transfer in transfers)
-        return PullStats._make([*sums, *slowest_us, all(row.ran_inline for row in rows), settled])
+        return PullStats._make(
+            [*sums, *slowest_us, all(row.ran_inline for row in rows), self._core.state == SETTLED]
+        )
 
     def explain(self) -> list[PathTaken]:
         """Returns the path to each owner, why better ones were refused, and the predicted and the measured time."""
-        cut = {} if self._restart is None else self._restart.cut
-        return paths_taken(self._started(0) or [], cut)
+        return paths_taken(self.parts(), self._cuts or {})
 
-    def _started(self, timeout_s: float | None) -> list[Part] | None:
-        """Returns the parts, an empty list if the pull could not start, or None while it is starting."""
-        if self._parts is None and self._starting is not None:
-            self._starting.check_own()
-            try:
-                return self._starting.result(timeout_s)
-            except concurrent.futures.TimeoutError:
-                return None
-            except (concurrent.futures.CancelledError, KVLinkError):
-                return []
-        return self._parts
+    def parts(self) -> list[Part]:
+        """Returns what has started to be read from each owner."""
+        parts = []
+        for index, (ticket, peer) in enumerate(self._owners):
+            if (transfer := self._core.transfer(index)) is not None:
+                parts.append((ticket, peer, transfer))
+        return parts
 
     def _conclude(self) -> None:
-        """Raises the error of a failed pull. Otherwise reports unsettled parts and flushes the received bytes."""
-        parts = self._started(0)
-        if not parts or any(transfer.state != SETTLED for _, _, transfer in parts):
-            error = self._error()
-            if error is not None:
+        """Raises the error of a failed pull. Otherwise flushes the received bytes."""
+        try:
+            if self._core.state == FAILED:
                 self._told = True
-                raise error
-            self._report_unsettled()
-        flush = self._on_landed
-        if flush is not None:
-            flush()
-            self._on_landed = None
+                raise self._failure() or KVLinkError(f"request {self.request_id}: the pull failed")
+            if (flush := self._flush) is not None:
+                flush()
+                self._flush = None
+        finally:
+            self._observe()
 
-    def _report_unsettled(self) -> None:
-        if self._on_unsettled is not None:
-            report, self._on_unsettled = self._on_unsettled, None
-            for part in self._started(0) or []:
-                if part[2].state != SETTLED and not part[0].soft:
-                    report(part)
+    def _observe(self) -> None:
+        if self._observer is not None and self.done():
+            self._observer.ended(self)
 
-    def _error(self) -> KVLinkError | None:
-        if self._parts is None and self._starting is not None:
-            if self._starting.cancelled():
-                return Cancelled(f"request {self.request_id}: cancelled before it was connected")
-            error = self._starting.exception(0)
-            if error is not None:
-                error = error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
-                return error if self._restart is None else self._restart.failed(error)
-        for ticket, peer, transfer in self._started(0) or []:
-            where = f"request {self.request_id} from {ticket.worker_id} over {peer.transport}"
-            failed = failure(transfer, where)
-            if failed is not None:
-                return failed
+    def _failure(self) -> KVLinkError | None:
+        """Returns why an ended pull has failed, or None."""
+        failed = self._core.failure()
+        if failed is not None and failed[0] == "PeerUnreachable" and self._error is not None:
+            return self._after_cut(self._error)
+        if failed is not None:
+            return self._after_cut(error_of(failed, f"request {self.request_id}"))
+        for index, (ticket, peer) in enumerate(self._owners):
+            if (transfer := self._core.transfer(index)) is None:
+                return closed_by(ticket, peer)
+            if (error := _failure_of((ticket, peer, transfer), self.request_id)) is not None:
+                return error
         return None
 
+    def _note_cuts(self, parts: Sequence[int]) -> None:
+        """Keeps the errors of the parts that were cut, before their owners are connected anew."""
+        self._cuts = {}
+        for index in parts:
+            ticket, peer = self._owners[index]
+            transfer = self._core.cut(index)
+            error = (
+                _failure_of((ticket, peer, transfer), self.request_id)
+                if transfer
+                else closed_by(ticket, peer)
+            )
+            self._cuts[ticket.worker_id] = str(error)
 
-def _retrieve_exception(started: asyncio.Future[list[Part]]) -> None:
-    """Retrieves the exception, because asyncio logs an error for an exception that is never retrieved."""
-    if not started.cancelled():
-        started.exception()
+    def _after_cut(self, error: KVLinkError) -> KVLinkError:
+        """Returns the error of a pull that could not start.
+
+        If the pull was cut before, that is the reason, unless the owner has restarted or the deadline passed.
+        """
+        if not self._cuts or isinstance(error, (StaleBlocks, Cancelled)):
+            return error
+        kind = TransferTimeout if isinstance(error, TransferTimeout) else PeerUnreachable
+        return kind(f"{'; '.join(self._cuts.values())}; the pull could not restart: {error}")
+
+
+def closed_by(ticket: Ticket, peer: Peer) -> PeerUnreachable:
+    """Returns the error for an owner whose connection was broken when its part should start."""
+    why = peer.connection.why_broken()
+    return PeerUnreachable(f"request {ticket.request_id}: {ticket.worker_id} closed the connection: {why}")
+
+
+def _failure_of(part: Part, request_id: str) -> KVLinkError | None:
+    ticket, peer, transfer = part
+    return failure(transfer, f"request {request_id} from {ticket.worker_id} over {peer.transport}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records spans of offers and pulls with subclasses that a Worker uses if a tracer is active.
+"""Records spans of offers and pulls, if a tracer is active.
 
 The spans of a pull are recorded when its caller learns that it ended, from the times that the transfers measured. The
 ticket carries the trace, and each span is a child of the one before it: offer, claim, read, settle.
@@ -8,7 +8,7 @@ ticket carries the trace, and each span is a child of the one before it: offer, 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,17 @@ from kvlink.errors import KVLinkError
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
 from kvlink.transfer.engine import SETTLED, failure
+from kvlink.transfer.explain import Part
 from kvlink.transfer.group_ids import GroupIds, arrays_of
 from kvlink.transfer.offer_check import parent_span
 from kvlink.transfer.offers import Offers
-from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part
+from kvlink.transfer.pull import Observer, Pull
 
 
-def kinds() -> tuple[type[Offers], type[Pull]]:
-    """Returns the classes of offers and pulls for a new Worker."""
+def kinds() -> tuple[type[Offers], Callable[[bool], Observer] | None]:
+    """Returns the class of offers for a new Worker, and what observes its pulls, given whether they settle."""
     tracing.start()
-    return (Offers, Pull) if tracing.spans is None else (TracedOffers, TracedPull)
+    return (Offers, None) if tracing.spans is None else (TracedOffers, PullSpans)
 
 
 class TracedOffers(Offers):
@@ -65,64 +65,36 @@ async def record_claim(request_id: str, claiming: Awaitable[Sequence[Ticket]]) -
     return [replace(ticket, trace=trace) for ticket in tickets]
 
 
-class TracedPull(Pull):
-    """Records a span for each read and each settle. The claim or the connect records why a pull did not start."""
+class PullSpans:
+    """Records a span for each read and each settle of a pull. The claim or the connect records why it did not start."""
 
-    __slots__ = ("_caller", "_reads", "_recorded", "_settles")
-
-    def __init__(self, *pull: Any) -> None:
-        super().__init__(*pull)
+    def __init__(self, settles: bool) -> None:
         self._caller = tracing.spans.current() if tracing.spans else None
-        self._settles = self._on_unsettled is not None
-        self._reads: list[TraceParent | None] = []
-        self._recorded = False
+        self._settles = settles
+        self._reads: list[TraceParent | None] | None = None
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Pull.wait`."""
-        try:
-            return super().wait(timeout_s)
-        finally:
-            self._record_once()
+    def ended(self, pull: Pull) -> None:
+        """Records the spans of all parts, once."""
+        if self._reads is None:
+            self._reads = []
+            self._reads = [self._record_part(part) for part in pull.parts()]
 
-    async def _ended(self) -> PullStats:
-        try:
-            return await super()._ended()
-        finally:
-            self._record_once()
-
-    def cancel(self) -> None:
-        """See `Pull.cancel`."""
-        super().cancel()
-        self._record_once()
-
-    async def _cancelled(self) -> None:
-        try:
-            await super()._cancelled()
-        finally:
-            self._record_once()
-
-    def settle(self) -> bool:
-        """See `Pull.settle`."""
-        began_ns = time.time_ns()
-        settled = super().settle()
-        self._record_once()
-        for part, read in zip(self._started(0) or [], self._reads, strict=False):
+    def settled(self, pull: Pull, began_ns: int, settled: bool) -> None:
+        """Records a settle that the program asked for."""
+        if pull.done():
+            self.ended(pull)
+        for part, read in zip(pull.parts(), self._reads or [], strict=False):
             if part[0].soft:
                 continue
             why = "" if settled else "the connection is broken"
             _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
-        return settled
-
-    def _record_once(self) -> None:
-        """Records the spans of all parts, once, after the pull has ended."""
-        if not self._recorded and self.done():
-            self._recorded = True
-            self._reads = [self._record_part(part) for part in self._started(0) or []]
 
     def _record_part(self, part: Part) -> TraceParent | None:
         ticket, peer, transfer = part
         stats = transfer.stats()
-        error = failure(transfer, f"request {self.request_id} from {ticket.worker_id} over {peer.transport}")
+        error = failure(
+            transfer, f"request {ticket.request_id} from {ticket.worker_id} over {peer.transport}"
+        )
         # This clock is read before the other, so that no span is too early.
         ago_ns = time.monotonic_ns() - transfer.started_ns
         began_ns = time.time_ns() - ago_ns

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvlink import tracing
 from kvlink.control import AgentClients, ConnectReply, CoordinatorClient, Security, SettleOrder
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, PeerUnreachable
-from kvlink.ticket import Ticket
+from kvlink.tracing import TraceParent
 from kvlink.types import WorkerCard
 from kvlink.worker.reachability import loopback_hint
 
@@ -57,12 +57,11 @@ class ControlDirectory:
         except CoordinatorUnavailable as error:
             raise _unreachable(card.worker_id, card.agent, error) from None
 
-    async def settle(self, ticket: Ticket, slot: int, settled: int) -> None:
+    async def settle(self, order: SettleOrder, agent: str, trace: TraceParent | None) -> None:
         """Settles without the data path, through the agent or else the coordinator. Raises CoordinatorError."""
-        order = SettleOrder(ticket.worker_id, ticket.epoch, slot, settled)
-        with tracing.joined(ticket.trace):
+        with tracing.joined(trace):
             try:
-                await self._agents[ticket.agent].settle(order)
+                await self._agents[agent].settle(order)
             except CoordinatorError:
                 if self._coordinator is None:
                     raise

@@ -29,7 +29,7 @@ class PortLog:
         """Stops logging. Idempotent."""
         self._reader.close()
 
-    def _log_changes(self) -> None:
+    def _log_changes(self, _: object) -> None:
         for port in self._engine.ports():
             before, self._known[port.name] = self._known[port.name], port
             if port.times_away > before.times_away:

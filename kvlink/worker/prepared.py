@@ -10,11 +10,9 @@ from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer.engine import PreparedPlan
 from kvlink.transfer.group_ids import within
-from kvlink.transfer.group_start import layers_read
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import lease_words
-from kvlink.types import ReadyUnit
+from kvlink.transfer.pull_request import layers_read, lease_words, stream_of
 
 if TYPE_CHECKING:
     from kvlink.worker.worker import Worker
@@ -81,19 +79,13 @@ class PreparedPull:
             )
         limit_s = worker._timeout_s if timeout_s is None else checked(timeout_s)
         peer = worker._peers.get(worker._checked(ticket).worker_id, ticket.epoch)
-        if peer is not None and ticket.ready >= self._units(peer, ticket.ready_unit):
+        if peer is not None and not stream_of(peer, ticket):
             planned_for, plan = self._planned
             if planned_for is not peer:  # connected again: the regions may have other numbers
                 plan = self._plan(peer)
                 self._planned = (peer, plan)
-            transfer = plan.pull(lease_words(ticket, peer, settle), limit_s)
-            if transfer is not None:
-                want = (self._into, *self._ranges, settle, limit_s)
-                return worker._started(ticket, peer, transfer, want)
+            core = plan.pull(lease_words(ticket, peer, settle), limit_s)
+            if core is not None:
+                return worker._pulls.started(core, ticket, peer, (self._into, *self._ranges, settle))
         tokens, layers = self._ranges
         return worker.pull(ticket, self._into, tokens=tokens, layers=layers, settle=settle, timeout_s=limit_s)
-
-    def _units(self, peer: Peer, unit: ReadyUnit) -> int:
-        if unit is ReadyUnit.BLOCKS:
-            return len(self._ticket.block_ids)
-        return peer.num_layers if unit is ReadyUnit.LAYERS else self._ticket.num_tokens

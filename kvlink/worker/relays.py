@@ -10,10 +10,10 @@ from kvlink.errors import ConfigError
 from kvlink.layout import rank_of
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
-from kvlink.transfer.group_ids import GroupIds, copied
+from kvlink.transfer.group_ids import GroupIds
 from kvlink.types import ReadyUnit
 from kvlink.worker.draining import Draining
-from kvlink.worker.relay import Relay, Relaying
+from kvlink.worker.relay import Relay
 from kvlink.worker.sources import parsed
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class Relays(Draining):
         publish, ttl_s: as for `offer`, for the offer of this worker.
         batch_bytes: how much is read before it is validated and announced. By default 1/64 of the request, and 256 KiB
             at least.
-        timeout_s: deadline of the pull from each source, and limit of connecting to it, for which this call waits.
+        timeout_s: deadline of the whole, as for `pull`. The sources share it: a first one that hangs costs half of it.
         Raises ConfigError for a pool on a GPU, for several cache groups and for a request that this worker reads from
-        several owners; UnknownRequest, TransferError if no source can be reached.
+        several owners; UnknownRequest if there is nothing to claim. The Relay raises what happens later.
         """
         worker = cast("Worker", self)
         limit_s = worker._timeout_s if timeout_s is None else checked(timeout_s)
@@ -70,9 +70,15 @@ class Relays(Draining):
             raise ConfigError(
                 "a relay needs a pool of one cache group in host memory; this worker has another"
             )
-        block_ids = copied(worker._read_ids(into))
-        sources = [self._source(each, limit_s) for each in (ticket, instead) if each is not None]
+        block_ids = worker._read_ids(into)
+        sources = [
+            worker._checked(self._source(each, limit_s)) for each in (ticket, instead) if each is not None
+        ]
         request_id, num_tokens = sources[0].request_id, sources[0].num_tokens
+        if any(each.ready_unit is ReadyUnit.LAYERS for each in sources):
+            raise ConfigError(
+                f"request {request_id}: a relay follows blocks or tokens, and this offer counts layers"
+            )
         if any(each.num_tokens != num_tokens for each in sources):
             raise ConfigError(
                 f"request {request_id}: `instead` has {sources[1].num_tokens} tokens, and `ticket` {num_tokens}"
@@ -89,7 +95,8 @@ class Relays(Draining):
                 ready_unit=ReadyUnit.TOKENS,
                 publish=publish,
             )
-        return Relay(Relaying(worker, block_ids, batch_bytes, limit_s), sources, offered)
+        lease = 0 if offered is None else worker.offers.lease_of(offered.request_id)
+        return Relay(worker._pulls.begin_relay(sources, block_ids, lease, batch_bytes, limit_s), offered)
 
     def _source(self, given: Ticket | str, timeout_s: float) -> Ticket:
         """Returns a ticket, parsed or claimed. Raises ConfigError, UnknownRequest, CoordinatorUnavailable."""

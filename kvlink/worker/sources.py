@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlink.errors import ConfigError
@@ -13,9 +13,10 @@ from kvlink.layout import KVLayout, rank_of
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.transfer import spans
 from kvlink.transfer.group_ids import TokenRanges
+from kvlink.transfer.owners import Owner, connect_all
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import Connected, connect_all
+from kvlink.transfer.pulls import Find
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.unread import EmptyPull, Range, Releaser, check_ranges
 
@@ -37,7 +38,7 @@ class Sources:
     checked: Callable[[Ticket], Ticket]
     releaser: Releaser
 
-    def of(self, ticket: Tickets, partial: bool) -> tuple[str, Callable[[float], Awaitable[Connected]]]:
+    def of(self, ticket: Tickets, partial: bool) -> tuple[str, Find]:
         """Returns the request id, and a function that finds and connects its owners until a deadline.
 
         With `partial`, a list of tickets need not be complete. Raises ConfigError, AccessDenied.
@@ -86,7 +87,7 @@ class Sources:
         claiming = self.membership.claim(request_id, timeout_s, *rank_of(self.layout))
         return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 
-    async def _claim_and_connect(self, request_id: str, deadline: float) -> Connected:
+    async def _claim_and_connect(self, request_id: str, deadline: float) -> list[Owner]:
         tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
         return await connect_all(self.peers, tickets, deadline, complete=True)
 

@@ -10,7 +10,7 @@ from kvlink.transfer.engine import Engine
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.path_stats import Path
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pull_start import PullStarts
+from kvlink.transfer.pulls import Pulls
 from kvlink.worker.membership import WorkerMembership
 
 
@@ -20,7 +20,7 @@ def gather(
     offers: Offers,
     peers: Peers,
     membership: WorkerMembership,
-    starts: PullStarts,
+    pulls: Pulls,
 ) -> WorkerStats:
     """Returns the statistics, which takes microseconds per link. Safe from any thread. Raises ConfigError in a fork."""
     pool = engine.pool
@@ -38,8 +38,8 @@ def gather(
         claims=membership.claims,
         connects=peers.connects.durations,
         connect_retries=peers.connects.num_retries,
-        failed_starts=dict(starts.failed),
-        restarts=starts.num_restarts,
+        failed_starts=dict(pulls.failed),
+        restarts=pulls.num_restarts,
         joined=membership.joined,
         rejoins=membership.num_rejoins,
         ports=tuple(engine.ports()),

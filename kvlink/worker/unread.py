@@ -7,12 +7,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlink import _core
+from kvlink.control import SettleOrder
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import Ticket
 from kvlink.transfer.group_ids import TokenRanges, each_range, within
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull, PullStats
-from kvlink.transfer.pull_start import Part, settle_args
+from kvlink.transfer.pull_request import settle_args
+from kvlink.types import WorkerCard
 from kvlink.worker.directory import ControlDirectory
 
 Range = tuple[int, int] | None
@@ -42,10 +45,17 @@ class Releaser:
                 self.in_background(self._release_by_agent(ticket), ticket.request_id, "release")
         return one_sided
 
-    def settle_by_agent(self, part: Part) -> None:
-        """Settles, in the background, a part of a pull that could not be settled one-sidedly."""
-        job = self.directory.settle(part[0], *settle_args(part[0], part[1].assignment))
-        self.in_background(job, part[0].request_id, "settle")
+    def settle_by_agent(
+        self, card: WorkerCard, slot: int, settled: int, ticket: Ticket | None = None
+    ) -> None:
+        """Settles a seat, in the background, whose owner could not be told one-sidedly."""
+        about = card.worker_id if ticket is None else ticket.request_id
+        trace = None if ticket is None else ticket.trace
+        self.in_background(
+            self.directory.settle(SettleOrder(card.worker_id, card.epoch, slot, settled), card.agent, trace),
+            about,
+            "settle",
+        )
 
     async def _release_by_agent(self, ticket: Ticket) -> None:
         """Settles a ticket through its agent. An owner that has restarted is no error, because its leases ended."""
@@ -53,7 +63,8 @@ class Releaser:
             card = await self.directory.card(ticket.worker_id, ticket.epoch, ticket.agent, fresh=False)
             assignment = self.peers.assignment(card)
             if card.epoch == ticket.epoch and assignment is not None:
-                await self.directory.settle(ticket, *settle_args(ticket, assignment))
+                order = SettleOrder(ticket.worker_id, ticket.epoch, *settle_args(ticket, assignment))
+                await self.directory.settle(order, ticket.agent, ticket.trace)
         except UnknownRequest:
             return
 
@@ -65,7 +76,7 @@ class EmptyPull(Pull):
 
     def __init__(self, request_id: str, release: Callable[[], bool], settle: bool) -> None:
         """Calls `release`, which settles the offer, at once if `settle` is set. Raises the errors of `release`."""
-        super().__init__(request_id, [], None, None)
+        super().__init__(_core.Pull.empty(), request_id, [])
         self._release = release
         self._settled = settle and release()
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial as bound
@@ -25,14 +25,14 @@ from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
 from kvlink.transfer.device_work import DeviceWork, has_ended
-from kvlink.transfer.engine import FAILED, SETTLED, Engine, Transfer
-from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, copied, reader_of_ids
+from kvlink.transfer.engine import Engine
+from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
-from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import PullStarts, Want, start
-from kvlink.transfer.restart import Restart
+from kvlink.transfer.pull import Observer, Pull
+from kvlink.transfer.pull_request import Want, start
+from kvlink.transfer.pulls import Pulls
 from kvlink.types import ReadyUnit, WorkerCard
 from kvlink.worker.exit import open_workers
 from kvlink.worker.membership import WorkerMembership
@@ -80,10 +80,9 @@ class Worker(Relays):
         self._timeout_s, self._pid = self.config.timeout_s, os.getpid()
         self._closed, self._closing = False, threading.RLock()
         sign, self._checked = ticket_signing(self.config)
-        offers, self._pull = spans.kinds()
+        offers, observer = spans.kinds()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
-            self._starts = PullStarts(self._control)
             opened.callback(self._close_engine)  # before there is one: an interrupt may come at any time
             self._engine = Engine(pool, time.time_ns(), self.config)
             opened.callback(self._leave)
@@ -100,8 +99,7 @@ class Worker(Relays):
             self.offers.sign = sign
             self._peers = Peers(self._engine, self._membership.directory)
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
-            self._on_unsettled = releaser.settle_by_agent
-            self._restart = bound(Restart, self._starts, self._peers)
+            self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
             self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
             self._membership.report = Reporter(self)
             if self.config.metrics_port:
@@ -212,20 +210,14 @@ class Worker(Relays):
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and is_empty(len(block_ids), tokens, layers):
             return self._sources.empty_pull(ticket, tokens, layers, settle, limit_s)
-        want = (block_ids, tokens, layers, settle, limit_s)
         if isinstance(ticket, Ticket) and (after is None or has_ended(after)):
             peer = self._peers.get(self._checked(ticket).worker_id, ticket.epoch)
-            if (
-                peer is not None
-                and (partial or peer.is_alone)
-                and (transfer := start(peer, ticket, want)) is not None
-            ):
-                return self._started(ticket, peer, transfer, want)
-        claimed, connect = self._sources.of(ticket, partial)
-        on_unsettled, on_landed = self._on_unsettled if settle else None, self._engine.on_landed
-        restart = self._restart(want, time.monotonic())
-        starting = self._starts.start(connect, want, after=after)
-        return self._pull(claimed, None, starting, on_unsettled, on_landed, restart)
+            if peer is not None and (partial or peer.is_alone):
+                core = start(peer, ticket, block_ids, tokens, layers, settle, limit_s)
+                if core is not None:
+                    return self._pulls.started(core, ticket, peer, (block_ids, tokens, layers, settle))
+        claimed, find = self._sources.of(ticket, partial)
+        return self._pulls.begin(claimed, find, Want(block_ids, tokens, layers, settle), limit_s, after)
 
     def prepare(
         self,
@@ -242,15 +234,7 @@ class Worker(Relays):
         """
         check_ticket(ticket)
         peer = self.connect(ticket, timeout_s)
-        return PreparedPull(self, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
-
-    def _started(self, ticket: Ticket, peer: Peer, transfer: Transfer, want: Want) -> Pull:
-        state, on_landed = transfer.state, self._engine.on_landed
-        restart = self._restart(want, transfer.started_ns / 1e9) if state <= FAILED else None
-        on_unsettled = self._on_unsettled if want[3] else None
-        landed = state == SETTLED and on_landed is None
-        parts = [(ticket, peer, transfer)]
-        return self._pull(ticket.request_id, parts, None, on_unsettled, on_landed, restart, landed)
+        return PreparedPull(self, peer, ticket, self._read_ids(into), (tokens, layers))
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
         """Settles a request without reading its blocks, with the arguments and errors of `pull`. Does not block or
@@ -263,7 +247,7 @@ class Worker(Relays):
         """Connects before the first pull. Returns None if this rank reads nothing there. Raises KVLinkError."""
         deadline = time.monotonic() + checked(timeout_s)
         job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
-        return self._control.run(job, timeout_s)
+        return self._control.run(job, timeout_s + _CLOSE_S)  # the job itself ends in time
 
     def peers(self) -> list[Peer]:
         """Returns the owners that this worker is connected to."""
@@ -271,7 +255,7 @@ class Worker(Relays):
 
     def stats(self) -> WorkerStats:
         """Returns all statistics. It is meant for scrapes and too slow to call for every pull."""
-        return gather(self.worker_id, self._engine, self.offers, self._peers, self._membership, self._starts)
+        return gather(self.worker_id, self._engine, self.offers, self._peers, self._membership, self._pulls)
 
     def close(self) -> None:
         """Ends running pulls, offers and the membership. On return nothing accesses the pool. Idempotent."""
@@ -285,12 +269,20 @@ class Worker(Relays):
                 finally:
                     self._peers.close()
 
+    async def _open_pulls(self, releaser: Releaser, observer: Callable[[bool], Observer] | None) -> Pulls:
+        return Pulls(
+            self._control, self._engine, self._peers, releaser.settle_by_agent, releaser.release, observer
+        )
+
     def _close_engine(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close()
+        if hasattr(self, "_pulls"):
+            self._control.on_loop("pull queue closed", self._pulls.close_queue)
 
     def _leave(self) -> None:
-        self._starts.cancel_all()
+        if hasattr(self, "_pulls"):
+            self._pulls.close()
         if not hasattr(self, "_membership"):
             return
         try:

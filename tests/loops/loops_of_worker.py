@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,11 +19,10 @@ from kvlink import BlockPool, Worker, WorkerConfig, background
 from kvlink.background import ControlThread
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.coordinator import Coordinator
-from kvlink.errors import ConfigError
-from kvlink.transfer import pull
+from kvlink.errors import PeerUnreachable, TransferTimeout
 from kvlink.transfer.completion import LoopWaiter, QueueReader
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pull_start import PullStarts
+from kvlink.transfer.pulls import Pulls, _Run
 from kvlink.transfer.shared_connect import SharedConnects
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.unread import Releaser
@@ -124,12 +122,33 @@ def a_notice_of_a_drain() -> None:
 
 @scene("pull start")
 def the_start_of_a_pull() -> None:
-    async def pulls() -> None:
-        for name in ("a", "b"):
-            await reader.pull(owner.offer(name, [1]), [1])
+    with workers() as (owner, reader), failing(_Run, "turns_from"):
+        tickets = [owner.offer(name, [1]) for name in ("a", "b")]
+        owner.close()
+        for ticket in tickets:
+            with pytest.raises(PeerUnreachable):
+                reader.pull(ticket, [1]).wait(20)
 
-    with workers() as (owner, reader), failing(pull, "_retrieve_exception"):
-        asyncio.run(pulls())
+
+@scene("pull action")
+def actions_of_pulls() -> None:
+    with workers() as (owner, reader), failing(Pulls, "_do"):
+        with pytest.raises(TransferTimeout):
+            reader.pull(owner.offer("a", [1]), [1], timeout_s=0.1).wait()
+        assert reader.pull(owner.offer("b", [1]), [1]).wait(20)
+
+
+@scene("lost settles")
+def settles_that_a_broken_connection_lost() -> None:
+    with workers() as (owner, reader), failing(Pulls, "_settle_lost"):
+        peer = reader.connect(owner.offer("a", [1]))
+        assert peer is not None
+        for _ in range(2):
+            reader._control.run(_answered(reader._pulls, peer.connection.token))
+
+
+async def _answered(pulls: Pulls, token: int) -> None:
+    pulls._answer([token])
 
 
 @scene("completions")
@@ -162,25 +181,6 @@ def events_of_an_engine() -> None:
 
     with workers() as (owner, _):
         asyncio.run(events())
-
-
-@scene("pull started")
-def starts_of_pulls() -> None:
-    class Counts(Counter[str]):
-        def __setitem__(self, name: str, number: int) -> None:
-            on_count(name)
-            super().__setitem__(name, number)
-
-    async def connect(deadline: float) -> Any:
-        raise ConfigError("no owner")
-
-    on_count, starts = FailingOnce(), PullStarts(ControlThread.shared())
-    starts.failed = Counts()
-    for _ in range(2):
-        starting = starts.start(connect, (b"", None, None, True, 5.0))
-        with pytest.raises(ConfigError, match="no owner"):
-            starting.result(20)
-    eventually(lambda: starts.failed == {"ConfigError": 1})
 
 
 @scene("connect ended")

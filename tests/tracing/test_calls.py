@@ -23,6 +23,7 @@ from kvlink.coordinator import Coordinator
 from kvlink.errors import UnknownRequest
 from kvlink.ticket import LeaseSeat
 from kvlink.tracing import TraceParent
+from kvlink.transfer.pull_request import settle_args
 
 CLAIM = "kvlink.v1.Coordinator/Claim"
 OFFER = "kvlink.v1.Coordinator/Offer"
@@ -109,9 +110,8 @@ async def test_a_settle_through_the_control_plane(collected: Collected) -> None:
     ):
         pull = reader.pull(owner.offer("r1", [1], trace=REQUEST), [1], settle=False)
         assert pull.wait(10)
-        parts = pull._started(0)
-        assert parts
-        reader._sources.releaser.settle_by_agent(parts[0])
+        ticket, peer, _ = pull.parts()[0]
+        reader._sources.releaser.settle_by_agent(peer.card, *settle_args(ticket, peer.assignment), ticket)
         settles = eventually(lambda: collected.named("kvlink.v1.WorkerAgent/SettleSeat"))
         assert [event.request_id for event in owner.events()] == ["r1"]
         assert owner.lease_counts().settled == 1

@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from transfer_stats import TransferStats
 
 from kvlink.errors import Cancelled, ConfigError
-from kvlink.transfer.engine import FAILED, RUNNING, SETTLED
-from kvlink.transfer.pull import Pull
-from kvlink.transfer.pull_start import Part, PullStart
+from kvlink.transfer.pull import FAILED, SETTLED, Pull
+
+_WAITING, _READING = 0, 2
 
 
-class HeldTransfer:
-    """Reads that a NIC has already."""
+class HeldCore:
+    """A pull of the core whose NIC has its reads already."""
 
-    def __init__(self) -> None:
-        self.state = RUNNING
+    def __init__(self, state: int = _READING) -> None:
+        self.state = state
         self.cancels = 0
         self.blocking_waits = 0
         self._ended = asyncio.Event()
 
-    def cancel(self) -> None:
+    def request_cancel(self) -> None:
         self.cancels += 1
+        if self.state == _WAITING:
+            self.end()
+
+    def cancel(self) -> None:
+        self.request_cancel()
+        self.wait(-1)
 
     def wait(self, timeout_s: float) -> bool:
         if timeout_s < 0:
@@ -35,13 +42,13 @@ class HeldTransfer:
         return self.done()
 
     def done(self) -> bool:
-        return self.state != RUNNING
+        return self.state >= FAILED
 
     def failure(self) -> tuple[str, str, str, int] | None:
-        return ("Cancelled", "the caller cancelled the pull", "", 0) if self.state == FAILED else None
+        return ("Cancelled", "cancelled before it was connected", "", 0) if self.state == FAILED else None
 
-    def stats(self) -> TransferStats:
-        return TransferStats()
+    def transfer(self, _part: int) -> Any:
+        return SimpleNamespace(stats=TransferStats, failure=lambda: None)
 
     def end(self) -> None:
         if not self.done():
@@ -59,8 +66,8 @@ class Waiter:
     def of_running_loop(cls) -> Waiter:
         return cls()
 
-    async def ended(self, transfer: HeldTransfer) -> None:
-        await transfer.ended()
+    async def ended(self, core: HeldCore) -> None:
+        await core.ended()
 
 
 class Owner:
@@ -69,17 +76,13 @@ class Owner:
 
 
 @pytest.fixture
-async def held(monkeypatch: pytest.MonkeyPatch) -> HeldTransfer:
+async def held(monkeypatch: pytest.MonkeyPatch) -> HeldCore:
     monkeypatch.setattr("kvlink.transfer.pull.LoopWaiter", Waiter)
-    return HeldTransfer()
+    return HeldCore()
 
 
-def part(held: HeldTransfer) -> Part:
-    return cast(Part, (Owner(), Owner(), held))
-
-
-def running(held: HeldTransfer) -> Pull:
-    return Pull("request", [part(held)], None, None)
+def running(held: HeldCore) -> Pull:
+    return Pull(cast(Any, held), "request", [cast(Any, (Owner(), Owner()))])
 
 
 async def turns(task: asyncio.Future[Any]) -> bool:
@@ -93,7 +96,7 @@ async def wait_for(pull: Pull) -> object:
     return await pull
 
 
-async def test_a_cancelled_await_ends_once_the_reads_have(held: HeldTransfer) -> None:
+async def test_a_cancelled_await_ends_once_the_reads_have(held: HeldCore) -> None:
     task = asyncio.create_task(wait_for(running(held)))
     assert not await turns(task)
     assert held.cancels == 0
@@ -107,7 +110,7 @@ async def test_a_cancelled_await_ends_once_the_reads_have(held: HeldTransfer) ->
     assert held.blocking_waits == 0, "the loop stood still"
 
 
-async def test_wait_for_returns_once_the_reads_have_ended(held: HeldTransfer) -> None:
+async def test_wait_for_returns_once_the_reads_have_ended(held: HeldCore) -> None:
     pull = running(held)
     task = asyncio.create_task(asyncio.wait_for(pull, 0))  # cancels it before it began
     assert not await turns(task)
@@ -119,7 +122,7 @@ async def test_wait_for_returns_once_the_reads_have_ended(held: HeldTransfer) ->
         pull.wait()
 
 
-async def test_a_task_runs_a_pull_as_a_coroutine(held: HeldTransfer) -> None:
+async def test_a_task_runs_a_pull_as_a_coroutine(held: HeldCore) -> None:
     pull = running(held)
     tasks = [asyncio.create_task(pull) for _ in range(3)]
     assert not await turns(tasks[0])
@@ -128,7 +131,7 @@ async def test_a_task_runs_a_pull_as_a_coroutine(held: HeldTransfer) -> None:
     assert (await asyncio.create_task(pull)).settled
 
 
-async def test_a_task_that_is_cancelled_before_its_first_step(held: HeldTransfer) -> None:
+async def test_a_task_that_is_cancelled_before_its_first_step(held: HeldCore) -> None:
     pull = running(held)
     task = asyncio.create_task(pull)
     task.cancel()
@@ -139,8 +142,8 @@ async def test_a_task_that_is_cancelled_before_its_first_step(held: HeldTransfer
         await task
 
 
-async def test_a_cancelled_task_of_gather_cancels_every_pull() -> None:
-    pulls = [Pull("request", None, PullStart(), None) for _ in range(3)]
+async def test_a_cancelled_task_of_gather_cancels_every_pull(held: HeldCore) -> None:
+    pulls = [running(HeldCore(_WAITING)) for _ in range(3)]
     task = asyncio.ensure_future(asyncio.gather(*pulls))
     await asyncio.sleep(0)
     task.cancel()
@@ -151,7 +154,7 @@ async def test_a_cancelled_task_of_gather_cancels_every_pull() -> None:
             pull.wait(0)
 
 
-async def test_cancelled_by_one_of_two_who_await(held: HeldTransfer) -> None:
+async def test_cancelled_by_one_of_two_who_await(held: HeldCore) -> None:
     pull = running(held)
     one, other = (asyncio.create_task(wait_for(pull)) for _ in range(2))
     await turns(one)
@@ -164,7 +167,7 @@ async def test_cancelled_by_one_of_two_who_await(held: HeldTransfer) -> None:
         await other
 
 
-async def test_shielded_it_goes_on(held: HeldTransfer) -> None:
+async def test_shielded_it_goes_on(held: HeldCore) -> None:
     pull = running(held)
     task = asyncio.ensure_future(asyncio.shield(pull))
     await turns(task)
@@ -177,38 +180,7 @@ async def test_shielded_it_goes_on(held: HeldTransfer) -> None:
         await task
 
 
-async def test_transfers_that_start_while_the_await_is_cancelled_end_too(held: HeldTransfer) -> None:
-    starting = PullStart()
-    assert starting.set_running_or_notify_cancel()  # from here on it cannot be called off
-    pull = Pull("request", None, starting, None)
-    task = asyncio.create_task(wait_for(pull))
-    await turns(task)
-    task.cancel()
-    assert not await turns(task)
-    starting.set_result([part(held)])
-    assert not await turns(task)
-    assert held.cancels
-    held.end()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_a_start_that_fails_while_the_await_is_cancelled(held: HeldTransfer) -> None:
-    starting = PullStart()
-    assert starting.set_running_or_notify_cancel()
-    pull = Pull("request", None, starting, None)
-    task = asyncio.create_task(wait_for(pull))
-    await turns(task)
-    task.cancel()
-    await turns(task)
-    starting.set_exception(ConfigError("no such block"))
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    with pytest.raises(ConfigError):
-        pull.wait()
-
-
-async def test_a_closed_coroutine_has_ended_the_reads(held: HeldTransfer) -> None:
+async def test_a_closed_coroutine_has_ended_the_reads(held: HeldCore) -> None:
     waiting = running(held).__await__()
     next(waiting)
     waiting.close()
@@ -216,7 +188,7 @@ async def test_a_closed_coroutine_has_ended_the_reads(held: HeldTransfer) -> Non
 
 
 async def test_a_closed_coroutine_of_a_fork_leaves_the_parents_reads_alone(
-    held: HeldTransfer, monkeypatch: pytest.MonkeyPatch
+    held: HeldCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = running(held).__await__()
     next(waiting)
@@ -226,7 +198,7 @@ async def test_a_closed_coroutine_of_a_fork_leaves_the_parents_reads_alone(
     assert held.cancels == held.blocking_waits == 0
 
 
-async def test_leaving_an_async_block_by_an_exception_cancels(held: HeldTransfer) -> None:
+async def test_leaving_an_async_block_by_an_exception_cancels(held: HeldCore) -> None:
     async def leave() -> None:
         async with running(held):
             raise LookupError
@@ -241,7 +213,7 @@ async def test_leaving_an_async_block_by_an_exception_cancels(held: HeldTransfer
         await task
 
 
-async def test_leaving_an_async_block_waits(held: HeldTransfer) -> None:
+async def test_leaving_an_async_block_waits(held: HeldCore) -> None:
     async def leave() -> Pull:
         async with running(held) as pull:
             pass
@@ -254,18 +226,18 @@ async def test_leaving_an_async_block_waits(held: HeldTransfer) -> None:
     assert held.cancels == 0
 
 
-async def test_leaving_a_block(held: HeldTransfer) -> None:
+async def test_leaving_a_block(held: HeldCore) -> None:
     with pytest.raises(LookupError), running(held):
         raise LookupError
     assert held.cancels == held.blocking_waits == 1
-    other = HeldTransfer()
+    other = HeldCore()
     with running(other) as pull:
         assert not pull.done()
     assert pull.stats.settled
 
 
 @pytest.mark.parametrize("timeout_s", [-1, -0.001, float("nan")])
-async def test_negative_timeouts_are_refused(held: HeldTransfer, timeout_s: float) -> None:
+async def test_negative_timeouts_are_refused(held: HeldCore, timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="at least 0 s"):
         running(held).wait(timeout_s)
     assert not running(held).wait(0)

@@ -18,10 +18,9 @@ from transfer_stats import TransferStats
 from kvlink import BlockPool, Worker
 from kvlink.demo.table import Row, failed, print_verdict
 from kvlink.layout import Geometry, dense
-from kvlink.transfer.explain import PathTaken, paths_taken
+from kvlink.transfer.explain import Part, PathTaken, paths_taken
 from kvlink.transfer.path_log import PathLog
 from kvlink.transfer.peer import Peer, Refusal
-from kvlink.transfer.pull_start import Part
 
 NO_RDMA = Refusal("verbs", "no RDMA device here")
 PATH = PathTaken("owner", "tcp", 1, (), (), (), (NO_RDMA,), 80, 1 << 20, 1000.0, 1500.0, False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,11 +15,8 @@ from transports.pools import PoolSpec
 from waiting import eventually, until
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.errors import (
-    AccessDenied,
-    PeerUnreachable,
-    StaleBlocks,
-)
+from kvlink.errors import AccessDenied, Cancelled, PeerUnreachable, StaleBlocks
+from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
 
 CUT_ONCE = ["fail-data@1", "break-data@1", "fail-slot@2", "break-slot@2"]
@@ -143,23 +141,27 @@ def test_a_lease_that_has_ended_meanwhile_is_stale(pair: Callable[[str], Pair]) 
         pull.wait()
 
 
-def test_a_cancelled_pull_does_not_begin_again(pair: Callable[[str], Pair]) -> None:
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_pull_that_ends_while_it_connects_again(
+    pair: Callable[[str], Pair], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two = pair("break-data@1")
-    pull = two.start()
-    eventually(lambda: pull._started(0)[0][2].done())  # type: ignore[index]
-    pull.cancel()
-    with pytest.raises(PeerUnreachable):
-        pull.wait()
-    assert two.reader.stats().restarts == 0
+    asked = threading.Event()
 
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
 
-def test_a_closed_worker_begins_nothing(pair: Callable[[str], Pair]) -> None:
-    two = pair("break-data@1")
-    pull = two.start()
-    eventually(lambda: pull._started(0)[0][2].done())  # type: ignore[index]
-    two.reader.close()
-    with pytest.raises(PeerUnreachable):
+    ticket = two.ticket()
+    two.reader.connect(ticket)
+    monkeypatch.setattr(Peers, "connect", never)
+    pull = two.reader.pull(ticket, INTO)
+    assert asked.wait(30)
+    pull.cancel() if end == "cancel" else two.reader.close()
+    assert pull.done()
+    with pytest.raises(Cancelled, match=r"cancelled before|worker was closed"):
         pull.wait()
+    assert two.written() == []
 
 
 def test_the_caller_may_change_its_block_ids(pair: Callable[[str], Pair]) -> None:

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import pytest
 from waiting import eventually
 
-import kvlink.worker.relay
+import kvlink.transfer.pulls
 from kvlink import BlockPool, LeaseEnd, StaleBlocks, Ticket, Worker
 from kvlink.coordinator import Coordinator
 from kvlink.errors import Cancelled, ConfigError, PeerUnreachable, UnknownRequest
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.relay_start import batch_units
+from kvlink.transfer.pull_request import batch_units
 from kvlink.types import ReadyUnit
 from kvlink.worker.relay import Relay
 
@@ -151,8 +151,10 @@ def test_without_any_source_the_offer_ends(relays: list[Worker], opened: ExitSta
     gone = make(opened, "gone")
     dead = gone.offer("r", FROM)
     gone.close()
+    one = relays[0].relay(dead, INTO, timeout_s=WAIT_S)
     with pytest.raises(PeerUnreachable, match="gone"):
-        relays[0].relay(dead, INTO, timeout_s=WAIT_S)
+        one.wait()
+    assert one.failed == []
     assert ends(relays[0]) == [LeaseEnd.ABORTED]
 
 
@@ -172,13 +174,14 @@ def _turning(
 ) -> Relay:
     """A relay of which the first source has ended. It calls `ask` before it reads from the second."""
     one = relay.relay(owner.offer("r", FROM, ready=0), INTO, instead=spare.offer("r", FROM))
-    plain = kvlink.worker.relay.check_relay
+    eventually(lambda: one.pull.parts())
+    plain = kvlink.transfer.pulls.check_relay
 
     def checked(peer: Peer | None, ticket: Ticket) -> Peer:
         ask()
         return plain(peer, ticket)
 
-    monkeypatch.setattr(kvlink.worker.relay, "check_relay", checked)
+    monkeypatch.setattr(kvlink.transfer.pulls, "check_relay", checked)
     owner.abort("r")
     return one
 
@@ -210,6 +213,7 @@ def test_cancel_ends_a_wait_for_a_source_that_does_not_answer(
         await asyncio.Event().wait()
 
     one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=relays[2].offer("r", FROM))
+    eventually(lambda: one.pull.parts())
     monkeypatch.setattr(Peers, "connect", never)
     owner.abort("r")
     with ThreadPoolExecutor(1) as thread:
@@ -229,10 +233,11 @@ def test_a_wait_with_a_timeout_returns_while_the_next_source_is_connected(
     spare = relays[2].offer("r", FROM)
     fill(relays[2], 2)
     one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=spare, timeout_s=3600)
+    eventually(lambda: one.pull.parts())
     with monkeypatch.context() as patched:
         patched.setattr(Peers, "connect", never)
         owner.abort("r")
-        eventually(lambda: one.pull.done())
+        eventually(lambda: one.failed)
         assert not one.wait(0.01)
         assert not one.wait(0)
     one.cancel()
@@ -252,8 +257,11 @@ def test_an_ended_relay_leaves_a_later_offer_of_its_name_alone(owner: Worker, re
 def test_a_relay_is_never_read_again_from_its_first_block(owner: Worker, relays: list[Worker]) -> None:
     """A pull that is cut off starts again by itself, and would write blocks that others have read."""
     one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO)
-    assert one.pull._restart is None
-    one.cancel()
+    eventually(lambda: one.pull.parts())
+    owner.close()
+    with pytest.raises(PeerUnreachable):
+        one.wait(WAIT_S)
+    assert relays[0].stats().restarts == 0
 
 
 def test_blocks_of_other_sizes_and_a_part_of_the_last_one(owner: Worker, opened: ExitStack) -> None:
@@ -287,7 +295,6 @@ def test_what_cannot_be_relayed_is_refused(owner: Worker, relays: list[Worker], 
     by_layer = owner.offer("layers", FROM, ready=0, ready_unit=ReadyUnit.LAYERS)
     with pytest.raises(ConfigError, match="this offer counts layers"):
         relays[0].relay(by_layer, INTO)
-    assert ends(relays[0]) == [LeaseEnd.ABORTED]
     with pytest.raises(UnknownRequest):
         relays[0].set_ready("layers", 1)
     with pytest.raises(ConfigError, match="forged"):

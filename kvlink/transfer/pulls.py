@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does on the control thread what running pulls ask for: it connects to their owners, and settles through agents.
+
+csrc/engine/pull.h has the states of a pull and decides what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvlink import _core
+from kvlink.background import ControlThread
+from kvlink.errors import (
+    Cancelled,
+    KVLinkError,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+    UnknownRequest,
+)
+from kvlink.runtime.supervised import for_each, start_job
+from kvlink.ticket import Ticket
+from kvlink.transfer.completion import QueueReader
+from kvlink.transfer.device_work import DeviceWork, until_ended
+from kvlink.transfer.engine import Engine, failure
+from kvlink.transfer.owners import Owner, connect_all, connect_one
+from kvlink.transfer.peer import Peer
+from kvlink.transfer.peers import Peers
+from kvlink.transfer.pull import SETTLED, Observer, Pull, closed_by
+from kvlink.transfer.pull_request import (
+    STREAM_UNITS,
+    Want,
+    batch_units,
+    check_relay,
+    part_of,
+    scale_of,
+    settle_args,
+)
+
+_log = logging.getLogger("kvlink.worker")
+_CONNECT, _SETTLE, _GIVE_UP, _UNUSED = range(4)  # PullAction::Kind of csrc/engine/pull.h
+_LEAST_LIVE = 64
+_ELSEWHERE = (TransferError, TransportUnavailable, UnknownRequest)
+"""The errors of a source after which a relay may read from another one."""
+
+Find = Callable[[float], Awaitable[list[Owner]]]
+"""Finds the owners of a pull and connects to them until a deadline by `time.monotonic()`. Raises KVLinkError."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What the control thread needs for one pull that has not ended."""
+
+    pull: Pull
+    want: Want
+    find: Find | None = None
+    after: DeviceWork | None = None
+    connecting: asyncio.Task[None] | None = None
+
+    async def connect(self, peers: Peers, attempt: int, until: float) -> Callable[[], bool]:
+        """Connects to the owners of an attempt, and returns the call that starts reading. Raises KVLinkError."""
+        core, known = self.pull._core, self.pull._owners
+        wanted = core.wanted()
+        if self.find is not None and attempt == 0:
+            owners = await self.find(until)
+        else:
+            self.pull._note_cuts(wanted)
+            owners = await connect_all(peers, [known[part][0] for part in wanted], until)
+        if self.after is not None and not await until_ended(self.after, until):
+            raise TransferTimeout("the work on the device that the pull comes after has not ended in time")
+        rows = [part_of(peer, ticket, self.want) for ticket, peer in owners]
+        if attempt == 0:
+            known[:] = owners
+        for part, owner in zip(wanted, owners, strict=False):
+            known[part] = owner
+        return lambda: core.connected(attempt, rows)
+
+    def turns_from(self, error: KVLinkError) -> bool:
+        """Returns whether another attempt may succeed after an owner could not be connected."""
+        return False
+
+    def unused(self, first: int) -> Sequence[Ticket]:
+        """Returns the sources from number `first` on."""
+        return ()
+
+
+@dataclass(slots=True, eq=False)
+class RelayRun(_Run):
+    """The run of a relay: each attempt reads from the next one of its `sources`."""
+
+    engine: Engine = field(kw_only=True)
+    sources: Sequence[Ticket] = field(kw_only=True)
+    lease: int = field(kw_only=True)
+    batch_bytes: int | None = field(kw_only=True)
+    failed: list[KVLinkError] = field(default_factory=list)
+    """The errors of the sources that were given up for another one."""
+    reads: bool = False
+
+    async def connect(self, peers: Peers, attempt: int, until: float) -> Callable[[], bool]:
+        """See _Run."""
+        if self.reads:
+            self.reads = False
+            self._give_up(self._error_of_last())
+        ticket, core = self.sources[attempt], self.pull._core
+        peer = check_relay(await connect_one(peers, ticket, until), ticket)
+        scale = scale_of(peer, ticket)
+        batch = batch_units(self.engine.pool.layout, scale, ticket.num_tokens, self.batch_bytes)
+        rest = (min(core.proven_tokens, ticket.num_tokens), ticket.num_tokens)
+        connection, rows, words, _, num_tokens = part_of(peer, ticket, self.want._replace(tokens=rest))
+        row = (connection, rows, words, STREAM_UNITS[ticket.ready_unit], num_tokens)
+        self.pull._owners[:] = [(ticket, peer)]
+        self.reads = True
+        return lambda: core.connected_relay(attempt, row, batch, scale, self.engine.core, self.lease)
+
+    def _error_of_last(self) -> KVLinkError:
+        ticket, peer = self.pull._owners[0]
+        transfer = self.pull._core.cut(0)
+        where = f"request {ticket.request_id} from {ticket.worker_id} over {peer.transport}"
+        return (transfer and failure(transfer, where)) or closed_by(ticket, peer)
+
+    def turns_from(self, error: KVLinkError) -> bool:
+        """See _Run."""
+        if not isinstance(error, _ELSEWHERE) or isinstance(error, Cancelled):
+            return False
+        if len(self.failed) + 1 < len(self.sources):
+            self._give_up(error)
+        return True
+
+    def unused(self, first: int) -> Sequence[Ticket]:
+        """See _Run."""
+        return self.sources[first:]
+
+    def _give_up(self, error: KVLinkError) -> None:
+        self.failed.append(error.with_traceback(None))  # its frames would keep this object and its worker
+        _log.warning(
+            "a source of a broadcast failed, reading from another one from_token=%d error=%s",
+            self.pull._core.proven_tokens,
+            error,
+        )
+
+
+class Pulls:
+    """The pulls of one worker. Any thread starts pulls, and the control loop does the rest."""
+
+    def __init__(
+        self,
+        control: ControlThread,
+        engine: Engine,
+        peers: Peers,
+        settle_by_agent: Callable[..., object],
+        release: Callable[[Sequence[Ticket]], object],
+        observer: Callable[[bool], Observer] | None,
+    ) -> None:
+        """Opens the queue of the core's requests. To be called on the control loop, before the first connection."""
+        self.failed: Counter[str] = Counter()
+        """Attempts to start a pull that failed, by the name of the exception."""
+        self.num_restarts = 0
+        self._control, self._engine, self._peers = control, engine, peers
+        self._settle_by_agent, self._release, self._observer = settle_by_agent, release, observer
+        self._live: dict[int, _Run] = {}
+        self._most_live = _LEAST_LIVE
+        self._closed = False
+        self._reader = QueueReader(self._answer)
+        engine.core.set_control(self._reader.queue)
+        peers.on_lost = self._settle_lost
+
+    def started(self, core: _core.Pull, ticket: Ticket, peer: Peer, want: tuple[Any, Any, Any, bool]) -> Pull:
+        """Returns the handle of a pull that reads from one owner, or has ended already."""
+        observer = None if self._observer is None else self._observer(want[3])
+        pull = Pull(core, ticket.request_id, [(ticket, peer)], self._engine.on_landed, observer)
+        if core.state != SETTLED and core.is_open:
+            self._add(_Run(pull, Want(*want)))
+        return pull
+
+    def begin(
+        self, request_id: str, find: Find, want: Want, timeout_s: float, after: DeviceWork | None = None
+    ) -> Pull:
+        """Starts a pull after `find` has connected its owners. Nothing is read before `after` has ended."""
+        core = _core.waiting_pull(self._engine.core, timeout_s)
+        observer = None if self._observer is None else self._observer(want.settle)
+        pull = Pull(core, request_id, [], self._engine.on_landed, observer)
+        self._add(_Run(pull, want, find, after))
+        return pull
+
+    def begin_relay(
+        self, sources: Sequence[Ticket], into: Any, lease: int, batch_bytes: int | None, timeout_s: float
+    ) -> RelayRun:
+        """Starts a pull from the first of the sources that works, whose blocks are offered on under a lease."""
+        core = _core.waiting_pull(self._engine.core, timeout_s, len(sources), lease)
+        observer = None if self._observer is None else self._observer(True)
+        pull = Pull(core, sources[0].request_id, [], self._engine.on_landed, observer)
+        run = RelayRun(
+            pull,
+            Want(into, None, None, True),
+            engine=self._engine,
+            sources=sources,
+            lease=lease,
+            batch_bytes=batch_bytes,
+        )
+        self._add(run)
+        return run
+
+    def close(self) -> None:
+        """Ends the pulls that wait for their owners. Those that read end with their connections."""
+        self._closed = True
+        for run in list(self._live.values()):
+            run.pull._core.close()
+
+    def close_queue(self) -> None:
+        """Stops answering, on the control loop. Idempotent."""
+        self._reader.close()
+
+    def _add(self, run: _Run) -> None:
+        if len(self._live) >= self._most_live:
+            for token, each in list(self._live.items()):
+                if not each.pull._core.is_open:
+                    self._live.pop(token, None)
+            self._most_live = max(_LEAST_LIVE, 2 * len(self._live))
+        core = run.pull._core
+        self._live[core.token] = run
+        core.begin()
+        if self._closed:
+            core.close()
+
+    def _answer(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            run = self._live.get(token)
+            if run is None:
+                for_each("lost settles", self._settle_lost, self._peers.with_connection(token))
+                continue
+            for_each("pull action", partial(self._do, run), run.pull._core.take_actions())
+            if not run.pull._core.is_open:
+                self._live.pop(token, None)
+
+    def _do(self, run: _Run, action: tuple[int, int, float]) -> None:
+        kind, number, until = action
+        if kind == _CONNECT:
+            self.num_restarts += number > 0 and not isinstance(run, RelayRun)
+            run.connecting = start_job("pull start", self._connect(run, number, until))
+        elif kind == _SETTLE:
+            ticket, peer = run.pull._owners[number]
+            self._settle_by_agent(peer.card, *settle_args(ticket, peer.assignment), ticket)
+        elif kind == _UNUSED:
+            self._release(run.unused(number))
+        elif kind == _GIVE_UP and run.connecting is not None:
+            self.failed["Cancelled"] += 1
+            run.connecting.cancel()
+
+    async def _connect(self, run: _Run, attempt: int, until: float) -> None:
+        core = run.pull._core
+        try:
+            start = await run.connect(self._peers, attempt, until)
+            start()
+        except Exception as error:
+            failed = error if isinstance(error, KVLinkError) else KVLinkError(repr(error))
+            self.failed[type(failed).__name__] += 1
+            run.pull._error = failed
+            core.refused(attempt, str(failed), run.turns_from(failed))
+        finally:
+            core.refused(attempt, "the attempt was given up", False)  # unless it was answered
+
+    def _settle_lost(self, peer: Peer) -> None:
+        """Settles through its agent what was queued on a connection that broke."""
+        for slot, value in peer.connection.take_lost():
+            self._settle_by_agent(peer.card, slot, value)
