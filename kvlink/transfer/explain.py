@@ -11,7 +11,7 @@ from kvlink.transfer.engine import Transfer
 from kvlink.transfer.peer import Peer, Refusal
 
 Part = tuple[Ticket, Peer, Transfer]
-"""What a pull reads from one owner."""
+"""The reads of a pull from one owner."""
 
 _NETWORKED = ("tcp", "verbs")
 

@@ -260,7 +260,7 @@ class Pull(SharedAwaitable[PullStats]):
         return None
 
     def _note_cuts(self, parts: Sequence[int]) -> None:
-        """Keeps the errors of the parts that were cut, before their owners are connected anew."""
+        """Keeps the errors of the parts that were cut, before their owners are connected again."""
         self._cuts = {}
         for index in parts:
             ticket, peer = self._owners[index]

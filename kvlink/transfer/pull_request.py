@@ -84,13 +84,15 @@ def stream_of(peer: Peer, ticket: Ticket) -> int:
 
 
 def _rows(
-    peer: Peer, ticket: Ticket, into: Any, tokens: TokenRanges | None, layers: tuple[int, int] | None
+    peer: Peer, ticket: Ticket, into: Any, tokens: Any, layers: tuple[int, int] | None
 ) -> list[_core.GroupRow]:
     layouts, theirs, kept = peer.card.layouts, ticket.groups(), ticket.tokens_of_groups()
     ours = [into] if len(layouts) == 1 else into
     what = f"request {ticket.request_id}"
     if len(theirs) != len(layouts):
         raise ConfigError(f"{what}: the ticket has {len(theirs)} cache groups, its worker {len(layouts)}")
+    if tokens is not None and len(layouts) == 1:
+        tokens = within(tokens, ticket.num_tokens, "tokens", ticket)
     if layers is not None and len(layouts) > 1:
         raise ConfigError(f"{what}: `layers` selects layers of one cache group, and there are {len(layouts)}")
     if layers is not None:

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from kvlink import _core
@@ -24,7 +23,7 @@ from kvlink.errors import (
     TransportUnavailable,
     UnknownRequest,
 )
-from kvlink.runtime.supervised import for_each, start_job
+from kvlink.runtime.supervised import guarded, start_job
 from kvlink.ticket import Ticket
 from kvlink.transfer.completion import QueueReader
 from kvlink.transfer.device_work import DeviceWork, until_ended
@@ -55,7 +54,7 @@ Find = Callable[[float], Awaitable[list[Owner]]]
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What the control thread needs for one pull that has not ended."""
+    """Holds what the control thread needs for one pull that has not ended."""
 
     pull: Pull
     want: Want
@@ -166,6 +165,8 @@ class Pulls:
         self._live: dict[int, _Run] = {}
         self._most_live = _LEAST_LIVE
         self._closed = False
+        self._act = guarded("pull action", lambda run, action: self._do(run, *action))
+        self._settle = guarded("lost settles", lambda token: self._settle_lost(*peers.with_connection(token)))
         self._reader = QueueReader(self._answer)
         engine.core.set_control(self._reader.queue)
         peers.on_lost = self._settle_lost
@@ -213,8 +214,11 @@ class Pulls:
             run.pull._core.close()
 
     def close_queue(self) -> None:
-        """Stops answering, on the control loop. Idempotent."""
+        """Ends what runs on the control loop, which calls this after `close`. Idempotent."""
         self._reader.close()
+        for run in list(self._live.values()):
+            if run.connecting is not None:
+                run.connecting.cancel()
 
     def _add(self, run: _Run) -> None:
         if len(self._live) >= self._most_live:
@@ -232,14 +236,14 @@ class Pulls:
         for token in tokens:
             run = self._live.get(token)
             if run is None:
-                for_each("lost settles", self._settle_lost, self._peers.with_connection(token))
+                self._settle(token)
                 continue
-            for_each("pull action", partial(self._do, run), run.pull._core.take_actions())
+            for action in run.pull._core.take_actions():
+                self._act(run, action)
             if not run.pull._core.is_open:
                 self._live.pop(token, None)
 
-    def _do(self, run: _Run, action: tuple[int, int, float]) -> None:
-        kind, number, until = action
+    def _do(self, run: _Run, kind: int, number: int, until: float) -> None:
         if kind == _CONNECT:
             self.num_restarts += number > 0 and not isinstance(run, RelayRun)
             run.connecting = start_job("pull start", self._connect(run, number, until))
@@ -265,7 +269,8 @@ class Pulls:
         finally:
             core.refused(attempt, "the attempt was given up", False)  # unless it was answered
 
-    def _settle_lost(self, peer: Peer) -> None:
+    def _settle_lost(self, *peers: Peer) -> None:
         """Settles through its agent what was queued on a connection that broke."""
-        for slot, value in peer.connection.take_lost():
-            self._settle_by_agent(peer.card, slot, value)
+        for peer in peers:
+            for slot, value in peer.connection.take_lost():
+                self._settle_by_agent(peer.card, slot, value)

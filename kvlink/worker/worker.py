@@ -277,8 +277,6 @@ class Worker(Relays):
     def _close_engine(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close()
-        if hasattr(self, "_pulls"):
-            self._control.on_loop("pull queue closed", self._pulls.close_queue)
 
     def _leave(self) -> None:
         if hasattr(self, "_pulls"):
@@ -293,6 +291,8 @@ class Worker(Relays):
     async def _end_calls(self) -> None:
         if hasattr(self, "_peers"):
             self._peers.connects.close()
+        if hasattr(self, "_pulls"):
+            self._pulls.close_queue()
         await self._membership.leave()
 
     async def _join(self) -> WorkerCard:

@@ -143,12 +143,10 @@ def settles_that_a_broken_connection_lost() -> None:
     with workers() as (owner, reader), failing(Pulls, "_settle_lost"):
         peer = reader.connect(owner.offer("a", [1]))
         assert peer is not None
+        queue = reader._pulls._reader
         for _ in range(2):
-            reader._control.run(_answered(reader._pulls, peer.connection.token))
-
-
-async def _answered(pulls: Pulls, token: int) -> None:
-    pulls._answer([token])
+            reader._control.on_loop("lost settles", queue._on_ready, [peer.connection.token])
+        assert reader.pull(owner.offer("b", [1]), [1]).wait(20)
 
 
 @scene("completions")
@@ -222,7 +220,7 @@ async def a_retired_connection() -> None:
     peers = Peers(cast(Any, SimpleNamespace(path_stats=SimpleNamespace())), cast(Any, None))
     connections = [_Connection(fails=True), _Connection(fails=False)]
     for connection in connections:
-        peers._retire(cast(Any, connection))
+        peers._retire(cast(Any, SimpleNamespace(connection=connection)))
     await passes()
     assert [connection.closed for connection in connections] == [True, True]
     assert peers._retiring == {}
@@ -239,7 +237,7 @@ async def the_end_of_a_retired_connection() -> None:
     peers = Peers(cast(Any, SimpleNamespace(path_stats=SimpleNamespace())), cast(Any, None))
     peers._retiring = Retiring()
     for _ in range(2):
-        peers._retire(cast(Any, _Connection(fails=False)))
+        peers._retire(cast(Any, SimpleNamespace(connection=_Connection(fails=False))))
     await passes()
     assert len(peers._retiring) == 1
 

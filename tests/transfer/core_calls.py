@@ -30,10 +30,12 @@ _without_gil, _with_gil = ctypes.CDLL(None), ctypes.PyDLL(None)
 
 
 class Case(NamedTuple):
-    """`call` is the binding's call. `holder` is another one that takes the lock which `call` then waits for."""
+    """`call` is the binding's call. `holder` is another one that takes the lock which `call` then waits for, after
+    `locks_before` others."""
 
     call: Callable[[], object]
     holder: Callable[[], object] | None = None
+    locks_before: int = 0
 
 
 def engine(transport: str = "tcp", fault: str = "") -> tuple[_core.Engine, _core.HostMemory]:
@@ -80,16 +82,17 @@ class Pair:
         """The whole pool, in an order that makes each block a read of its own."""
         return self.planner, _ALL[::-2], _ALL[: _NUM_BLOCKS // 2], (0, _NUM_BLOCKS // 2), (0, 1)
 
-    def pull(self) -> Callable[[], _core.Transfer]:
+    def pull(self) -> Callable[[], Any]:
         """Returns a function that starts to pull the row, under a lease of its own."""
         seat = self.seat()
         return lambda: self.connection.pull(*self.row(), seat, 0, _LONG_S)
 
 
-def hanging() -> tuple[Pair, _core.Transfer]:
-    """Returns a transfer that does not end by itself, and the pair, which must be kept."""
+def hanging() -> _core.Pull:
+    """Returns a pull that does not end by itself."""
     pair = Pair("hang@2")  # the first read is that of the lease table's header
-    return pair, pair.pull()()
+    _kept.append(pair)
+    return pair.pull()()  # type: ignore[no-any-return]
 
 
 def of_leases(call: Callable[[_core.Engine], object]) -> Callable[[], Case]:
@@ -102,13 +105,25 @@ def of_leases(call: Callable[[_core.Engine], object]) -> Callable[[], Case]:
     return case
 
 
-def of_transfer(call: Callable[[_core.Transfer], object]) -> Callable[[], Case]:
-    """Returns the case of a call that uses a transfer while another thread has its lock."""
+def of_pull(call: Callable[[_core.Pull], object]) -> Callable[[], Case]:
+    """Returns the case of a call that uses a pull while another thread has its lock."""
 
     def case() -> Case:
-        pair, transfer = hanging()
-        _kept.append(pair)
-        return Case(lambda: call(transfer), transfer.cancel)
+        pull = hanging()
+        return Case(lambda: call(pull), pull.request_cancel)
+
+    return case
+
+
+def of_transfer(call: Callable[[_core.Transfer], object]) -> Callable[[], Case]:
+    """Returns the case of a call that uses a transfer while another thread has its lock, which comes behind that of the
+    pull."""
+
+    def case() -> Case:
+        pull = hanging()
+        transfer = pull.transfer(0)
+        assert transfer is not None
+        return Case(lambda: call(transfer), pull.request_cancel, 1)
 
     return case
 
@@ -168,14 +183,37 @@ def revoke() -> Case:
     return Case(lambda: owner.revoke(_ALL[:1]))
 
 
+def settle_beside_a_copy() -> Case:
+    """The word is queued while another thread has the lane."""
+    pair = Pair()
+    _kept.append(pair)
+    return Case(lambda: pair.connection.settle(1, 1 << 40), lambda: time_read(pair))
+
+
+def time_read(pair: Pair) -> int:
+    return pair.connection.time_read(0, 0, pair.memory.address, _BLOCK_BYTES)
+
+
 def prepared(pair: Pair) -> Callable[[], object]:
     plan, seat = pair.connection.prepare(*pair.row()), pair.seat()
     return lambda: plan.pull(seat, _SOON_S)
 
 
-def relay(pair: Pair) -> Callable[[], object]:
-    row, seat = (*pair.row(), False), pair.seat()
-    return lambda: pair.connection.relay(pair.reader, 0, 1, True, row, seat, 2, _NUM_BLOCKS // 2, 1, _SOON_S)
+def waiting(pair: Pair, sources: int) -> tuple[_core.Pull, _core.PartRow]:
+    """Returns a pull that waits for its owner, and what it reads."""
+    pair.reader.set_control(_core.CompletionQueue())
+    part = (pair.connection, [(*pair.row(), False)], pair.seat(), 1 if sources else 0, _NUM_BLOCKS // 2)
+    return _core.waiting_pull(pair.reader, _SOON_S, sources), part
+
+
+def connected(pair: Pair) -> Callable[[], object]:
+    pull, part = waiting(pair, 0)
+    return lambda: pull.connected(0, [part])
+
+
+def connected_relay(pair: Pair) -> Callable[[], object]:
+    pull, part = waiting(pair, 1)
+    return lambda: pull.connected_relay(0, part, 1, 1, pair.reader, 0)
 
 
 def grouped(pair: Pair) -> Callable[[], object]:
@@ -236,22 +274,28 @@ CASES: dict[str, Callable[[], Case]] = {
     "Connection.pull": of_pair(Pair.pull),
     "Connection.prepare": of_pair(lambda pair: lambda: pair.connection.prepare(*pair.row())),
     "Connection.pull_groups": of_pair(grouped),
-    "Connection.relay": of_pair(relay),
-    "Connection.settle": of_pair(lambda pair: lambda: pair.connection.settle(1, 1 << 40)),
-    "Connection.time_read": of_pair(
-        lambda pair: lambda: pair.connection.time_read(0, 0, pair.memory.address, _BLOCK_BYTES)
-    ),
+    "Connection.settle": settle_beside_a_copy,
+    "Connection.time_read": of_pair(lambda pair: lambda: time_read(pair)),
     "Connection.close": of_pair(lambda pair: pair.connection.close),
     "PreparedPlan.__del__": of_dropped(last_connection),
     "PreparedPlan.pull": of_pair(prepared),
-    "Transfer.wait": lambda: (lambda pair, transfer: Case(lambda: (_kept.append(pair), transfer.wait(0.0))))(
-        *hanging()
-    ),
-    "Transfer.cancel": lambda: (lambda pair, transfer: Case(lambda: (_kept.append(pair), transfer.cancel())))(
-        *hanging()
-    ),
+    "Pull.begin": of_pull(lambda pull: pull.begin()),
+    "Pull.cancel": of_pull(lambda pull: pull.cancel()),
+    "Pull.close": of_pull(lambda pull: pull.close()),
+    "Pull.connected": of_pair(connected),
+    "Pull.connected_relay": of_pair(connected_relay),
+    "Pull.cut": of_pull(lambda pull: pull.cut(0)),
+    "Pull.failure": of_pull(lambda pull: pull.failure()),
+    "Pull.is_open": of_pull(lambda pull: pull.is_open),
+    "Pull.notify": of_pull(lambda pull: pull.notify(_core.CompletionQueue(), 1)),
+    "Pull.num_parts": of_pull(lambda pull: pull.num_parts),
+    "Pull.refused": of_pull(lambda pull: pull.refused(0, "why", False)),
+    "Pull.request_cancel": of_pull(lambda pull: pull.request_cancel()),
+    "Pull.take_actions": of_pull(lambda pull: pull.take_actions()),
+    "Pull.transfer": of_pull(lambda pull: pull.transfer(0)),
+    "Pull.wait": of_pull(lambda pull: pull.wait(0.0)),
+    "Pull.wanted": of_pull(lambda pull: pull.wanted()),
     "Transfer.failure": of_transfer(lambda transfer: transfer.failure()),
-    "Transfer.notify": of_transfer(lambda transfer: transfer.notify(_core.CompletionQueue(), 1)),
     "Transfer.stats": of_transfer(lambda transfer: transfer.stats()),
 }
 
@@ -264,7 +308,7 @@ def tried(case: Case) -> dict[str, Any]:
     stopped: list[bool] = []
 
     def armed(role: int, call: Callable[[], object]) -> None:
-        _with_gil.kvlink_arm(role)
+        _with_gil.kvlink_arm(role, case.locks_before)
         try:
             _kept.append(call())  # what it returns is not dropped by an armed thread
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pull that was cut fails with when its owner cannot be connected again."""
+"""A pull that was cut names its first error when its owner cannot be connected again."""
 
 from __future__ import annotations
 

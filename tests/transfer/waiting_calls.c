@@ -4,7 +4,7 @@
 //
 // A thread that was armed as kWaits stops in the first of these calls until another thread releases it. If it holds the
 // GIL, no other Python thread can do that: then it notes the call and goes on. A thread that was armed as kHolds stops
-// with the first lock that it takes, so that a waiting thread finds it taken.
+// with the first lock that it takes, or a later one, so that a waiting thread finds it taken.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -17,7 +17,7 @@
 enum { kNobody, kWaits, kHolds };
 enum { kMuch = 64 << 10 };  // bytes of an allocation that takes the kernel long
 
-static _Thread_local int role, inside, stopped;
+static _Thread_local int role, inside, stopped, locks_before;
 static sem_t arrived, released, held, let_go;
 static atomic_int num_holding;
 static char with_gil[4096];  // the names of calls, each with a blank behind it
@@ -115,7 +115,7 @@ int pthread_mutex_lock(pthread_mutex_t* mutex) {
   void* const caller = __builtin_return_address(0);
   meet("pthread_mutex_lock", caller);
   const int error = real(mutex);
-  if (role == kHolds && !stopped && is_of_core(caller)) {
+  if (role == kHolds && !stopped && is_of_core(caller) && locks_before-- == 0) {
     stopped = 1;
     if (has_gil()) note("the_holder");
     atomic_store(&num_holding, !has_gil());
@@ -134,9 +134,10 @@ void kvlink_reset(void) {
   sem_init(&let_go, 0, 0);
   atomic_store(&num_holding, 0);
 }
-void kvlink_arm(int as) {
+void kvlink_arm(int as, int skipped) {
   role = as;
   stopped = 0;
+  locks_before = skipped;
 }
 /// Returns whether the thread stopped in a call.
 int kvlink_disarm(void) {
