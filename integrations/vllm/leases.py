@@ -35,6 +35,9 @@ class Leases:
         self._guard = guard
         self._ready_step = ready_step
         self._ids: dict[str, str] = {}  # vLLM's ids by kvlink's names, of leases that may still end
+        self._seats: dict[
+            str, LeaseSeat
+        ] = {}  # of them: a call that comes late meets no later lease of the request
         self._held: set[str] = set()  # leases of requests that are not handed off yet
         self._just_held: set[str] = set()  # requests that are read while they are computed
         self._out: set[str] = set()  # leases whose tickets are sent
@@ -42,7 +45,7 @@ class Leases:
         self._ending: set[str] = set()  # leases to end, whose end has failed
         self._sent: set[str] = set()
         # What readers wait for, each with the kernels that write it, or None.
-        self._written: list[tuple[DeviceWork | None, dict[str, int]]] = []
+        self._written: list[tuple[DeviceWork | None, dict[str, tuple[LeaseSeat | str, int]]]] = []
 
     def __len__(self) -> int:
         return len(self._held) + len(self._out)
@@ -55,7 +58,7 @@ class Leases:
                 written.pop(request_id, None)
             self._ended.discard(request_id)
             with contextlib.suppress(UnknownRequest):
-                self._worker.offers.abort(name_of(request_id))
+                self._worker.offers.abort(self._offer(request_id))
         if request_ids:
             self.collect()  # a request that was preempted may be granted a lease again
 
@@ -67,6 +70,7 @@ class Leases:
                 name = name_of(request_id)
                 self._worker.offers.grant_at(name, seats, _UNTIL_HANDED_OFF_S)
                 self._ids[name] = request_id
+                self._seats[request_id] = seats[0]
             except Exception as error:
                 self._guard.caught("grant", request_id, error)
                 self._ended.add(request_id)
@@ -85,7 +89,7 @@ class Leases:
             return
         self._out.add(request_id)
         try:
-            self._worker.offers.hand_off(name_of(request_id), handed_off.num_blocks, handed_off.ttl_s)
+            self._worker.offers.hand_off(self._offer(request_id), handed_off.num_blocks, handed_off.ttl_s)
         except UnknownRequest:
             return  # the lease ended just now, and its event follows
         except Exception as error:
@@ -96,7 +100,7 @@ class Leases:
         """Ends the lease of a request, now or as soon as that succeeds. Returns whether it did. Its event follows."""
         self._ending.add(request_id)
         try:
-            self._worker.offers.abort(name_of(request_id))
+            self._worker.offers.abort(self._offer(request_id))
         except UnknownRequest:
             pass  # the lease has ended, and its event follows
         except Exception as error:
@@ -108,7 +112,8 @@ class Leases:
     def computed(self, written: Mapping[str, int], launched: Callable[[], DeviceWork | None]) -> None:
         """Lets readers of `written` continue once the step's launched kernels have run. None: they have run."""
         try:
-            self._written.append((launched(), dict(written)))
+            seats = {each: (self._offer(each), num_blocks) for each, num_blocks in written.items()}
+            self._written.append((launched(), seats))
         except Exception as error:
             self._never_written(written, error)
         self.publish()
@@ -124,12 +129,15 @@ class Leases:
                 self._never_written(written, error)
                 written = {}
             del self._written[0]
-            for request_id, num_blocks in written.items():
+            for request_id, (offer, num_blocks) in written.items():
                 with (
                     self._guard.around("publish", request_id),
                     contextlib.suppress(KVLinkError),
                 ):  # its reader is gone
-                    self._worker.offers.set_ready(name_of(request_id), num_blocks * self._ready_step)
+                    self._worker.offers.set_ready(offer, num_blocks * self._ready_step)
+
+    def _offer(self, request_id: str) -> LeaseSeat | str:
+        return self._seats.get(request_id) or name_of(request_id)
 
     def _never_written(self, written: Iterable[str], error: Exception) -> None:
         """Ends leases of blocks of which nobody knows whether they are written."""
@@ -147,6 +155,7 @@ class Leases:
 
     def _has_ended(self, event: LeaseEvent) -> None:
         request_id = self._ids.pop(event.request_id, "")
+        self._seats.pop(request_id, None)
         if request_id in self._out:
             self._out.discard(request_id)
             self._sent.add(request_id)

@@ -29,6 +29,10 @@ _COLLECT_EVERY = (
 )
 
 
+Offer = str | Ticket | LeaseSeat
+"""Names an offer: a ticket or one of its seats that offer only, and a request id the live one of that name."""
+
+
 @dataclass(slots=True)
 class _Offered:
     lease: int
@@ -178,31 +182,33 @@ class Offers:
             self._withdraw(request_id, lease)
             raise
 
-    def set_ttl(self, request_id: str, ttl_s: float) -> None:
+    def set_ttl(self, offer: Offer, ttl_s: float) -> None:
         """Makes an offer end `ttl_s` seconds from now, even if that is sooner than before. Raises UnknownRequest."""
-        _check_live(request_id, self._engine.core.set_ttl(self.lease_of(request_id), ttl_s))
+        self._check_live(offer, self._engine.core.set_ttl(self.lease_of(offer), ttl_s))
 
-    def hand_off(self, request_id: str, num_blocks: int, ttl_s: float) -> None:
+    def hand_off(self, offer: Offer, num_blocks: int, ttl_s: float) -> None:
         """Records that the caller has sent its ticket, so that `num_blocks` blocks stay pinned for `ttl_s` seconds.
 
         Raises UnknownRequest.
         """
-        self.set_ttl(request_id, ttl_s)
+        lease = self.lease_of(offer)
+        self._check_live(offer, self._engine.core.set_ttl(lease, ttl_s))
         with self._lock:
-            if (offered := self._by_request.get(request_id)) is not None:
+            offered = self._by_request.get(self._requests.get(lease, ""))
+            if offered is not None and offered.lease == lease:
                 offered.num_blocks = num_blocks
 
-    def set_ready(self, request_id: str, ready: int) -> None:
+    def set_ready(self, offer: Offer, ready: int) -> None:
         """See `Worker.set_ready`."""
-        _check_live(request_id, self._engine.core.set_ready(self.lease_of(request_id), ready))
+        self._check_live(offer, self._engine.core.set_ready(self.lease_of(offer), ready))
 
-    def extend(self, request_id: str, ttl_s: float) -> None:
+    def extend(self, offer: Offer, ttl_s: float) -> None:
         """See `Worker.extend`."""
-        _check_live(request_id, self._engine.core.extend(self.lease_of(request_id), ttl_s))
+        self._check_live(offer, self._engine.core.extend(self.lease_of(offer), ttl_s))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, offer: Offer) -> None:
         """See `Worker.abort`."""
-        self._engine.core.abort(self.lease_of(request_id))
+        self._engine.core.abort(self.lease_of(offer))
 
     def events(self) -> list[LeaseEvent]:
         """See `Worker.events`."""
@@ -235,19 +241,31 @@ class Offers:
         with self._lock:
             return sum(offered.num_blocks for offered in self._by_request.values())
 
-    def lease_of(self, request_id: str) -> int:
-        """Returns the number of an offer's lease. Raises UnknownRequest."""
+    def lease_of(self, offer: Offer) -> int:
+        """Returns the number of an offer's lease. Raises UnknownRequest.
+
+        A ticket or a seat names this offer only, and a request id the live one, which may be a later one.
+        """
+        if isinstance(offer, (Ticket, LeaseSeat)):
+            seat = offer.seats[0] if isinstance(offer, Ticket) else offer
+            here = not isinstance(offer, Ticket) or (offer.worker_id, offer.epoch) == (
+                self._worker_id,
+                self._epoch,
+            )
+            lease = self._engine.core.lease_at(seat.slot, seat.nonce) if here else 0
+            self._check_live(offer, lease > 0)
+            return lease
         with self._lock:
-            offered = self._by_request.get(request_id) if isinstance(request_id, str) else None
+            offered = self._by_request.get(offer) if isinstance(offer, str) else None
         if offered is None:
-            check_request_id(request_id)
-            raise UnknownRequest(f"request {request_id} is not offered by {self._worker_id}")
+            check_request_id(offer)
+            raise UnknownRequest(f"request {offer} is not offered by {self._worker_id}")
         return offered.lease
 
-
-def _check_live(request_id: str, is_live: bool) -> None:
-    if not is_live:
-        raise UnknownRequest(f"the offer of request {request_id} has ended")
+    def _check_live(self, offer: Offer, is_live: bool) -> None:
+        if not is_live:
+            what = offer if isinstance(offer, str) else getattr(offer, "request_id", "with this seat")
+            raise UnknownRequest(f"the offer of request {what} by {self._worker_id} has ended")
 
 
 def _check_terms(request_id: str, ttl_s: float, readers: int) -> None:

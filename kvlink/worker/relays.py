@@ -95,7 +95,7 @@ class Relays(Draining):
                 ready_unit=ReadyUnit.TOKENS,
                 publish=publish,
             )
-        lease = 0 if offered is None else worker.offers.lease_of(offered.request_id)
+        lease = 0 if offered is None else worker.offers.lease_of(offered)
         return Relay(worker._pulls.begin_relay(sources, block_ids, lease, batch_bytes, limit_s), offered)
 
     def _source(self, given: Ticket | str, timeout_s: float) -> Ticket:

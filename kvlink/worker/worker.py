@@ -164,17 +164,24 @@ class Worker(Relays):
     def _publish(self, ticket: Ticket) -> None:
         self._in_background(self._membership.publish(ticket), ticket.request_id, "publish")
 
-    def set_ready(self, request_id: str, ready: int) -> None:
-        """Announces to streaming readers that `ready` units are written. Never decreases. Raises UnknownRequest."""
-        self.offers.set_ready(request_id, ready)
+    def set_ready(self, offer: Ticket | str, ready: int) -> None:
+        """Announces to streaming readers that `ready` units are written. Never decreases. Raises UnknownRequest.
 
-    def extend(self, request_id: str, ttl_s: float) -> None:
-        """Extends an offer to at least `ttl_s` seconds from now. Raises UnknownRequest."""
-        self.offers.extend(request_id, ttl_s)
+        offer: the ticket that `offer` returned, or the request id of the live offer. A call with the ticket cannot meet
+            a later offer of the same request; use it where calls may come late.
+        """
+        self.offers.set_ready(offer, ready)
 
-    def abort(self, request_id: str) -> None:
-        """Ends an offer now. A running read becomes stale, and an event follows. Raises UnknownRequest."""
-        self.offers.abort(request_id)
+    def extend(self, offer: Ticket | str, ttl_s: float) -> None:
+        """Extends an offer, named as for `set_ready`, to at least `ttl_s` seconds from now. Raises UnknownRequest."""
+        self.offers.extend(offer, ttl_s)
+
+    def abort(self, offer: Ticket | str) -> None:
+        """Ends an offer, named as for `set_ready`, now. A running read becomes stale, and an event follows.
+
+        Raises UnknownRequest.
+        """
+        self.offers.abort(offer)
 
     def pull(
         self,

@@ -260,6 +260,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Engine.revoke": of_leases(lambda owner: owner.revoke(_ALL[:1])),
     "Engine.revoke, of what readers may read": revoke,
     "Engine.soft_lease_counts": of_leases(lambda owner: owner.soft_lease_counts()),
+    "Engine.lease_at": of_leases(lambda owner: owner.lease_at(5, 1 << 40)),
     "Engine.set_ready": of_leases(lambda owner: owner.set_ready(1, 1)),
     "Engine.extend": of_leases(lambda owner: owner.extend(1, _LONG_S)),
     "Engine.set_ttl": of_leases(lambda owner: owner.set_ttl(1, _LONG_S)),
