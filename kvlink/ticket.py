@@ -24,7 +24,8 @@ import sys
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
@@ -76,13 +77,19 @@ def check_request_id(name: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseSeat:
-    """The slot of one reader in a lease. Only the owner and the reader know `settle_nonce`."""
+class LeaseSeat(NamedTuple):
+    """The slot of one reader in a lease. Only the owner and the reader know `settle_nonce`.
+
+    A tuple, because the core takes it as it is.
+    """
 
     slot: int
-    nonce: int = field(repr=False)
-    settle_nonce: int = field(repr=False)
+    nonce: int
+    settle_nonce: int
+
+    def __repr__(self) -> str:
+        """Omits the secrets."""
+        return f"LeaseSeat(slot={self.slot})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,38 +61,23 @@ class Pull(SharedAwaitable[PullStats]):
     one that `wait` or `await` has raised before, and not that the program itself has cancelled the pull.
     """
 
-    __slots__ = (
-        "_core",
-        "_cuts",
-        "_error",
-        "_flush",
-        "_landed",
-        "_observer",
-        "_owners",
-        "_pid",
-        "_told",
-        "request_id",
-    )
+    # Defaults of the class, because every small pull creates one.
+    _landed = False
+    """Whether it has ended well and there is nothing left to do."""
+    _told = False
+    """Whether it has failed or was cancelled, and the program knows it."""
+    _error: KVLinkError | None = None
+    """Why the owners could not be connected."""
+    _cuts: dict[str, str] | None = None
+    """The errors of a first attempt that was cut, by the owner that is read again."""
+    _flush: Callable[[], object] | None = None
+    _observer: Observer | None = None
+    _pid: int
 
-    def __init__(
-        self,
-        core: _core.Pull,
-        request_id: str,
-        owners: list[Owner],
-        flush: Callable[[], object] | None = None,
-        observer: Observer | None = None,
-    ) -> None:
+    def __init__(self, core: _core.Pull, request_id: str, owners: list[Owner]) -> None:
         self._core = core
         self.request_id = request_id
         self._owners = owners
-        self._flush = flush
-        self._observer = observer
-        self._landed = flush is None and observer is None and core.state == SETTLED
-        self._told = False
-        self._error: KVLinkError | None = None
-        """Why the owners could not be connected."""
-        self._cuts: dict[str, str] | None = None
-        """The errors of a first attempt that was cut, by the owner that is read again."""
 
     def __repr__(self) -> str:
         """Describes the state."""

@@ -46,19 +46,20 @@ def start(
     timeout_s: float,
 ) -> _core.Pull | None:
     """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError."""
-    words = lease_words(ticket, peer, settle)
-    planner = peer.planner
+    seats, planner = ticket.seats, peer.planner
+    words = seats[0] if settle and len(seats) == peer.num_seats == 1 else lease_words(ticket, peer, settle)
     if planner is None or ticket.ready_unit is _TOKENS:
         rows = _rows(peer, ticket, into, tokens, layers)
         return peer.connection.pull_groups(rows, words, stream_of(peer, ticket), ticket.num_tokens, timeout_s)
+    block_ids = ticket.block_ids
     return peer.connection.pull(
         planner,
-        ticket.block_ids,
+        block_ids,
         into,
         (0, ticket.num_tokens) if tokens is None else within(tokens, ticket.num_tokens, "tokens", ticket),
         (0, peer.end_layer) if layers is None else layers_read(layers, peer, ticket),
         words,
-        stream_of(peer, ticket),
+        0 if ticket.ready_unit is _BLOCKS and ticket.ready >= len(block_ids) else stream_of(peer, ticket),
         timeout_s,
     )
 

@@ -162,6 +162,7 @@ class Pulls:
         self.num_restarts = 0
         self._control, self._engine, self._peers = control, engine, peers
         self._settle_by_agent, self._release, self._observer = settle_by_agent, release, observer
+        self._plain = engine.on_landed is None and observer is None
         self._live: dict[int, _Run] = {}
         self._most_live = _LEAST_LIVE
         self._closed = False
@@ -173,9 +174,12 @@ class Pulls:
 
     def started(self, core: _core.Pull, ticket: Ticket, peer: Peer, want: tuple[Any, Any, Any, bool]) -> Pull:
         """Returns the handle of a pull that reads from one owner, or has ended already."""
-        observer = None if self._observer is None else self._observer(want[3])
-        pull = Pull(core, ticket.request_id, [(ticket, peer)], self._engine.on_landed, observer)
-        if core.state != SETTLED and core.is_open:
+        pull = Pull(core, ticket.request_id, [(ticket, peer)])
+        if self._plain and core.state == SETTLED:
+            pull._landed = True
+            return pull
+        self._equip(pull, want[3])
+        if core.is_open:
             self._add(_Run(pull, Want(*want)))
         return pull
 
@@ -183,10 +187,16 @@ class Pulls:
         self, request_id: str, find: Find, want: Want, timeout_s: float, after: DeviceWork | None = None
     ) -> Pull:
         """Starts a pull after `find` has connected its owners. Nothing is read before `after` has ended."""
-        core = _core.waiting_pull(self._engine.core, timeout_s)
-        observer = None if self._observer is None else self._observer(want.settle)
-        pull = Pull(core, request_id, [], self._engine.on_landed, observer)
+        pull = self._equip(
+            Pull(_core.waiting_pull(self._engine.core, timeout_s), request_id, []), want.settle
+        )
         self._add(_Run(pull, want, find, after))
+        return pull
+
+    def _equip(self, pull: Pull, settles: bool) -> Pull:
+        pull._flush = self._engine.on_landed
+        if self._observer is not None:
+            pull._observer = self._observer(settles)
         return pull
 
     def begin_relay(
@@ -194,8 +204,7 @@ class Pulls:
     ) -> RelayRun:
         """Starts a pull from the first of the sources that works, whose blocks are offered on under a lease."""
         core = _core.waiting_pull(self._engine.core, timeout_s, len(sources), lease)
-        observer = None if self._observer is None else self._observer(True)
-        pull = Pull(core, sources[0].request_id, [], self._engine.on_landed, observer)
+        pull = self._equip(Pull(core, sources[0].request_id, []), True)
         run = RelayRun(
             pull,
             Want(into, None, None, True),

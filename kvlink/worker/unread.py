@@ -72,8 +72,6 @@ class Releaser:
 class EmptyPull(Pull):
     """A pull of no token or no layer, which has ended when it is created."""
 
-    __slots__ = ("_release", "_settled")
-
     def __init__(self, request_id: str, release: Callable[[], bool], settle: bool) -> None:
         """Calls `release`, which settles the offer, at once if `settle` is set. Raises the errors of `release`."""
         super().__init__(_core.Pull.empty(), request_id, [])

@@ -53,7 +53,7 @@ def test_a_late_call_meets_no_later_offer(
     with pytest.raises(UnknownRequest, match="has ended"):
         act(owner, first if by == "ticket" else first.seats[0])
     pull = reader.pull(second, BLOCKS)
-    assert not pull.wait(0.05)
+    assert not pull.wait(0)
     assert owner.offers.num_pinned_blocks() == 3
     act(owner, second if by == "ticket" else second.seats[0])
     owner.abort("r") if act is not CALLS["abort"] else None

@@ -298,7 +298,7 @@ def test_what_cannot_be_relayed_is_refused(owner: Worker, relays: list[Worker], 
     with pytest.raises(UnknownRequest):
         relays[0].set_ready("layers", 1)
     with pytest.raises(ConfigError, match="forged"):
-        replace(ticket, seats=(replace(ticket.seats[0], slot=0),))
+        replace(ticket, seats=(ticket.seats[0]._replace(slot=0),))
     assert Ticket.from_text(ticket.to_text()) == ticket
 
 
