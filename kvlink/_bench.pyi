@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the machine does without kvlink. Its users: benchmarks and their tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 from kvlink._core import CudaKernel, CudaMemory, HostMemory, Plan
+
+def call_rounds(call: Callable[[], object], rounds: int) -> None:
+    """Calls a function so many times, within one function of C++."""
 
 def baseline_memfd(memory: HostMemory) -> int:
     """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""

@@ -155,6 +155,8 @@ class Pull:
         """Pushes `token` to `queue` when the pull ends. False: it has ended already and nothing is pushed."""
     def failure(self) -> Failure | None:
         """Returns why the pull ended while it waited for its owners. None: see the failures of its transfers."""
+    def kept_blocks(self) -> bytes:
+        """Returns the reader's block ids as uint32, of a pull that `Connection.pull` started and that `is_open`."""
     @property
     def num_parts(self) -> int: ...
     def transfer(self, part: int) -> Transfer | None:

@@ -44,6 +44,7 @@ CASES = {
     "grant": Case("settle", "kvlink::LeaseTable::grant(*", 400),
     "settle": Case("settle", "kvlink::LeaseTable::settle(*", 400),
     "pull": Case("pull", "kvlink::Connection::pull(*", 400),
+    "worker": Case("worker_pull", "*call_rounds(*", 400),
     "sweep": Case("sweep", "kvlink::LeaseTable::sweep(*", 8),
 }
 

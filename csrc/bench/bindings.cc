@@ -23,8 +23,14 @@ BaselinePieces baseline_pieces(const py::array_t<uint64_t, py::array::c_style>& 
   return {reinterpret_cast<const BaselinePiece*>(rows.data()), static_cast<size_t>(rows.shape(0))};
 }
 
+/// Benchmarks count the instructions within it.
+[[gnu::noinline]] void call_rounds(const py::function& call, int rounds) {
+  for (int round = 0; round < rounds; ++round) call();
+}
+
 void register_bench(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
+  m.def("call_rounds", &call_rounds, py::arg("call"), py::arg("rounds"));
   m.def("baseline_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
   const auto copying = [&m](const char* name, int64_t (*copy)(BaselinePieces)) {
     m.def(

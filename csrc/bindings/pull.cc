@@ -136,16 +136,21 @@ std::shared_ptr<Pull> pull(Connection& self, const PyPlanner& planner, py::handl
                            py::handle reader_blocks, Range tokens, Range layers, LeaseSeat seat, int stream,
                            double timeout_s) {
   check(self.process().check());
+  std::shared_ptr<Pull> started;
   if (self.runs_at_once(planner.planner->bytes(tokens.end - tokens.begin, layers)) && stream == 0) {
     const BlockIds owner(owner_blocks), reader(reader_blocks);  // without Reads, which allocates
     PullRequest request;
     static_cast<GroupRead&>(request) = {planner.planner, owner, reader, tokens, layers};
     prepare_request(request, seat, stream, timeout_s);
-    return start(self, request);
+    started = start(self, request);
+    if (started && started->is_open()) started->keep_blocks(reader);
+  } else {
+    Reads reads(planner, owner_blocks, reader_blocks, tokens, layers);
+    prepare_request(reads.request(), seat, stream, timeout_s);
+    started = start_reads(self, reads);
+    if (started && started->is_open()) started->keep_blocks(reads.request().reader_blocks);
   }
-  Reads reads(planner, owner_blocks, reader_blocks, tokens, layers);
-  prepare_request(reads.request(), seat, stream, timeout_s);
-  return start_reads(self, reads);
+  return started;
 }
 
 std::shared_ptr<Pull> pull_groups(Connection& self, const std::vector<GroupRow>& rows, LeaseSeat seat,
@@ -317,6 +322,11 @@ void register_pull(py::module_& m) {
       .def(
           "failure",
           [](const Pull& self) { return failure_of(with_lock_of(self, [&self] { return self.failure(); })); })
+      .def("kept_blocks",
+           [](const Pull& self) {
+             const std::vector<uint32_t>& ids = self.kept_blocks();
+             return py::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(uint32_t));
+           })
       .def_property_readonly("num_parts", briefly(&Pull::num_parts))
       .def("transfer", briefly(&Pull::transfer), py::arg("part"))
       .def("cut", briefly(&Pull::cut), py::arg("part"))

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -97,6 +98,11 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   /// Returns whether another thread uses the pull now.
   bool busy() const { return !std::unique_lock(mutex_, std::try_to_lock); }
 
+  /// Keeps the reader's block ids of a pull that may be read again. To be called before other threads have
+  /// the pull.
+  void keep_blocks(std::span<const uint32_t> ids) { blocks_.assign(ids.begin(), ids.end()); }
+  const std::vector<uint32_t>& kept_blocks() const { return blocks_; }
+
   // The control thread's side.
   /// Pushes the token when take_actions() has something: at once, and whenever more is asked. To be called
   /// when the control thread knows the token. REQUIRES a control queue.
@@ -147,6 +153,7 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   const std::shared_ptr<CompletionQueue> control_;
   const Relaying relaying_;
   const uint32_t num_attempts_;
+  std::vector<uint32_t> blocks_;  // constant once other threads have the pull
 
   Atomic<PullState> state_{PullState::kWaiting};
   Atomic<uint64_t> proven_tokens_{0};

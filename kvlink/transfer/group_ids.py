@@ -12,7 +12,7 @@ from typing import Any, cast
 from kvlink.errors import ConfigError
 from kvlink.layout import KVLayout
 from kvlink.ticket import Ticket
-from kvlink.transfer.block_ids import BlockIds, as_array
+from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer
 
 GroupIds = BlockIds | Sequence[BlockIds]
 """The block ids of a request: one list, or one for each cache group."""
@@ -29,10 +29,15 @@ The range of one group counts what that group keeps: its own tokens from 0 on, o
 
 
 def reader_of_ids(groups: Sequence[KVLayout]) -> Callable[[Any], Any]:
-    """Returns the function that converts the `into` of a pull: to an array of its own, or to one for each group."""
+    """Returns the function that converts the `into` of a pull: to a buffer, or to a copy for each group."""
     if len(groups) == 1:
-        return _array
+        return partial(as_buffer, what="into")
     return partial(_arrays, num_groups=len(groups), what="into")
+
+
+def copied(into: Any) -> Any:
+    """Copies the converted `into` of a pull, which the caller may change."""
+    return into if type(into) is tuple else as_array(into, "into")
 
 
 def arrays_of(given: Any, groups: Sequence[KVLayout], what: str) -> list[array[int]]:
@@ -104,12 +109,6 @@ def within(asked: tuple[int, int], count: int, what: str, ticket: Ticket) -> tup
             f"request {ticket.request_id}: {what} {' to '.join(map(str, asked))} is no range within 0 to {count}"
         )
     return asked[0], asked[1]
-
-
-def _array(given: Any) -> array[int]:
-    if type(given) is array and given.typecode == "I":
-        return given[:]  # what as_array does, without a call on the way of every small pull
-    return as_array(given, "into")
 
 
 def _arrays(given: Any, num_groups: int, what: str) -> tuple[array[int], ...]:

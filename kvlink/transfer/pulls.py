@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvlink.ticket import Ticket
 from kvlink.transfer.completion import QueueReader
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Engine, failure
+from kvlink.transfer.group_ids import copied
 from kvlink.transfer.owners import Owner, connect_all, connect_one
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
@@ -162,7 +164,8 @@ class Pulls:
         self.num_restarts = 0
         self._control, self._engine, self._peers = control, engine, peers
         self._settle_by_agent, self._release, self._observer = settle_by_agent, release, observer
-        self._plain = engine.on_landed is None and observer is None
+        self.plain = engine.on_landed is None and observer is None
+        """Whether nothing is left to do for a pull that has ended and settled."""
         self._live: dict[int, _Run] = {}
         self._most_live = _LEAST_LIVE
         self._closed = False
@@ -172,15 +175,18 @@ class Pulls:
         engine.core.set_control(self._reader.queue)
         peers.on_lost = self._settle_lost
 
-    def started(self, core: _core.Pull, ticket: Ticket, peer: Peer, want: tuple[Any, Any, Any, bool]) -> Pull:
+    def started(
+        self, core: _core.Pull, ticket: Ticket, peer: Peer, into: Any, tokens: Any, layers: Any, settle: bool
+    ) -> Pull:
         """Returns the handle of a pull that reads from one owner, or has ended already."""
         pull = Pull(core, ticket.request_id, [(ticket, peer)])
-        if self._plain and core.state == SETTLED:
+        if self.plain and core.state == SETTLED:
             pull._landed = True
             return pull
-        self._equip(pull, want[3])
+        self._equip(pull, settle)
         if core.is_open:
-            self._add(_Run(pull, Want(*want)))
+            kept = core.kept_blocks()
+            self._add(_Run(pull, Want(array("I", kept) if kept else copied(into), tokens, layers, settle)))
         return pull
 
     def begin(
@@ -190,7 +196,7 @@ class Pulls:
         pull = self._equip(
             Pull(_core.waiting_pull(self._engine.core, timeout_s), request_id, []), want.settle
         )
-        self._add(_Run(pull, want, find, after))
+        self._add(_Run(pull, want._replace(into=copied(want.into)), find, after))
         return pull
 
     def _equip(self, pull: Pull, settles: bool) -> Pull:

@@ -86,6 +86,6 @@ class PreparedPull:
                 self._planned = (peer, plan)
             core = plan.pull(lease_words(ticket, peer, settle), limit_s)
             if core is not None:
-                return worker._pulls.started(core, ticket, peer, (self._into, *self._ranges, settle))
+                return worker._pulls.started(core, ticket, peer, self._into, *self._ranges, settle)
         tokens, layers = self._ranges
         return worker.pull(ticket, self._into, tokens=tokens, layers=layers, settle=settle, timeout_s=limit_s)

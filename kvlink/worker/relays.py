@@ -10,7 +10,7 @@ from kvlink.errors import ConfigError
 from kvlink.layout import rank_of
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
-from kvlink.transfer.group_ids import GroupIds
+from kvlink.transfer.group_ids import GroupIds, copied
 from kvlink.types import ReadyUnit
 from kvlink.worker.draining import Draining
 from kvlink.worker.relay import Relay
@@ -70,7 +70,7 @@ class Relays(Draining):
             raise ConfigError(
                 "a relay needs a pool of one cache group in host memory; this worker has another"
             )
-        block_ids = worker._read_ids(into)
+        block_ids = copied(worker._read_ids(into))
         sources = [
             worker._checked(self._source(each, limit_s)) for each in (ticket, instead) if each is not None
         ]

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +27,7 @@ from kvlink.timeouts import checked
 from kvlink.transfer import spans
 from kvlink.transfer.device_work import DeviceWork, has_ended
 from kvlink.transfer.engine import Engine
-from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, reader_of_ids
+from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, copied, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
@@ -77,6 +78,7 @@ class Worker(Relays):
         )
         advertised_host(self.config)  # raises before anything listens
         self.pool, self.worker_id, self._read_ids = pool, worker_id, reader_of_ids(pool.groups)
+        self._one_group = len(pool.groups) == 1
         self._timeout_s, self._pid = self.config.timeout_s, os.getpid()
         self._closed, self._closing = False, threading.RLock()
         sign, self._checked = ticket_signing(self.config)
@@ -212,7 +214,9 @@ class Worker(Relays):
         """
         if request_id is not None or not isinstance(ticket, Ticket):
             ticket = parsed(ticket, request_id)
-        block_ids = self._read_ids(into)
+        # Small pulls take microseconds, so the usual forms make as few calls as possible.
+        plain = self._one_group and type(into) is array and into.typecode == "I"
+        block_ids = into if plain else self._read_ids(into)
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and is_empty(len(block_ids), tokens, layers):
@@ -222,7 +226,7 @@ class Worker(Relays):
             if peer is not None and (partial or peer.is_alone):
                 core = start(peer, ticket, block_ids, tokens, layers, settle, limit_s)
                 if core is not None:
-                    return self._pulls.started(core, ticket, peer, (block_ids, tokens, layers, settle))
+                    return self._pulls.started(core, ticket, peer, block_ids, tokens, layers, settle)
         claimed, find = self._sources.of(ticket, partial)
         return self._pulls.begin(claimed, find, Want(block_ids, tokens, layers, settle), limit_s, after)
 
@@ -241,7 +245,7 @@ class Worker(Relays):
         """
         check_ticket(ticket)
         peer = self.connect(ticket, timeout_s)
-        return PreparedPull(self, peer, ticket, self._read_ids(into), (tokens, layers))
+        return PreparedPull(self, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
         """Settles a request without reading its blocks, with the arguments and errors of `pull`. Does not block or

@@ -71,6 +71,7 @@ EXEMPT = {
     "Planner.plan": "only tests and benchmarks call it; pulls plan without the GIL",
     "Pull.done": _ATOMIC,
     "Pull.empty": _COMPUTES,
+    "Pull.kept_blocks": _CONSTANT,
     "Pull.proven_tokens": _ATOMIC,
     "Pull.state": _ATOMIC,
     "Pull.token": _CONSTANT,
