@@ -143,12 +143,12 @@ std::shared_ptr<Pull> pull(Connection& self, const PyPlanner& planner, py::handl
     static_cast<GroupRead&>(request) = {planner.planner, owner, reader, tokens, layers};
     prepare_request(request, seat, stream, timeout_s);
     started = start(self, request);
-    if (started && started->is_open()) started->keep_blocks(reader);
+    if (started && !started->done()) started->keep_blocks(reader);
   } else {
     Reads reads(planner, owner_blocks, reader_blocks, tokens, layers);
     prepare_request(reads.request(), seat, stream, timeout_s);
     started = start_reads(self, reads);
-    if (started && started->is_open()) started->keep_blocks(reads.request().reader_blocks);
+    if (started && !started->done()) started->keep_blocks(reads.request().reader_blocks);
   }
   return started;
 }

@@ -73,7 +73,7 @@ void Pull::begin() {
   std::lock_guard lock(mutex_);
   if (!actions_.empty()) {
     control_->push(token());
-  } else if (state() == PullState::kWaiting) {
+  } else if (state() == PullState::kWaiting && !asked_) {
     ask_to_connect(now_ns());
   }
 }
@@ -96,6 +96,7 @@ std::vector<PullAction> Pull::take_actions() {
 
 /// The sources of a relay share its time, so that a hung one leaves enough for those after it.
 void Pull::ask_to_connect(int64_t now) {
+  asked_ = true;
   until_ns_ = deadline_ns_;
   if (relaying_.failed) until_ns_ = now + (deadline_ns_ - now) / (num_attempts_ - attempt_);
   ask({PullAction::Kind::kConnect, attempt_, until_ns_});

@@ -165,6 +165,7 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   size_t num_parts_ = 0;
   std::vector<uint32_t> wanted_;
   uint32_t attempt_ = 0;
+  bool asked_ = false;  // for the first attempt
   int64_t until_ns_;    // of this attempt
   uint32_t alive_ = 0;  // parts that have not ended, and one more while connected() starts them
   Stop stop_ = Stop::kNone;
