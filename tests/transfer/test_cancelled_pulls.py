@@ -167,6 +167,13 @@ async def test_cancelled_by_one_of_two_who_await(held: HeldCore) -> None:
         await other
 
 
+async def test_an_await_of_an_ended_pull_costs_no_turn_of_the_loop() -> None:
+    turned: list[bool] = []
+    asyncio.get_running_loop().call_soon(turned.append, True)
+    assert (await running(HeldCore(SETTLED))).settled
+    assert turned == []
+
+
 async def test_shielded_it_goes_on(held: HeldCore) -> None:
     pull = running(held)
     task = asyncio.ensure_future(asyncio.shield(pull))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from waiting import eventually
 import kvlink.transfer.pulls
 from kvlink import BlockPool, LeaseEnd, StaleBlocks, Ticket, Worker
 from kvlink.coordinator import Coordinator
-from kvlink.errors import Cancelled, ConfigError, PeerUnreachable, UnknownRequest
+from kvlink.errors import Cancelled, ConfigError, PeerUnreachable, TransferTimeout, UnknownRequest
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
@@ -145,6 +146,27 @@ def test_a_source_that_is_gone_before_is_left_out(
     assert two.wait(WAIT_S)
     assert [type(error) for error in one.failed] == [PeerUnreachable]
     assert equal(owner, relays[1])
+
+
+def test_a_first_source_that_hangs_costs_its_share_of_the_deadline(
+    owner: Worker, relays: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Peers.connect
+    given: list[float] = []
+
+    async def connect(peers: Peers, worker_id: str, epoch: int, agent: str, deadline: float) -> Peer | None:
+        if worker_id == "owner":
+            return await plain(peers, worker_id, epoch, agent, deadline)
+        given.append(deadline - time.monotonic())
+        raise TransferTimeout(f"{worker_id} was not connected within the deadline")
+
+    monkeypatch.setattr(Peers, "connect", connect)
+    hanging = relays[1].offer("r", FROM)
+    one = relays[0].relay(hanging, INTO, instead=owner.offer("r", FROM), timeout_s=2 * WAIT_S)
+    assert one.wait()
+    assert [type(error) for error in one.failed] == [TransferTimeout]
+    assert given[0] <= WAIT_S
+    assert equal(owner, relays[0])
 
 
 def test_without_any_source_the_offer_ends(relays: list[Worker], opened: ExitStack) -> None:
