@@ -419,8 +419,8 @@ class Engine:
         """Ends the soft lease at the slot, because nobody got a ticket of it. Returns False if there is none."""
     def holds_lease(self, slot: int, nonce: int) -> bool:
         """Whether the lease with this nonce has not ended."""
-    def lease_at(self, slot: int, nonce: int) -> int:
-        """Returns the lease with this nonce that pins blocks, or 0 if it has ended."""
+    def lease_at(self, slot: int, settle_nonce: int) -> int:
+        """Returns the lease that the seat belongs to, which may have ended, or 0. A soft lease has none."""
     def soft_lease_counts(self) -> tuple[int, int, int, int, int]:
         """active, granted, evicted, displaced, expired."""
     def set_ready(self, lease: int, ready: int) -> bool: ...

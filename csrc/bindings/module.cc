@@ -202,7 +202,7 @@ void register_engine(py::module_& m) {
           "holds_lease",
           [](Engine& self, uint32_t slot, uint64_t nonce) { return leases_of(self).holds(slot, nonce); },
           py::arg("slot"), py::arg("nonce"))
-      .def("lease_at", of_leases(&LeaseTable::lease_at), py::arg("slot"), py::arg("nonce"))
+      .def("lease_at", of_leases(&LeaseTable::lease_at), py::arg("slot"), py::arg("settle_nonce"))
       .def("withdraw_soft", of_leases(&LeaseTable::withdraw_soft), py::arg("slot"), py::arg("nonce"))
       .def("soft_lease_counts",
            [](Engine& self) {

@@ -231,9 +231,11 @@ bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
   return true;
 }
 
-uint64_t LeaseTable::lease_at(uint32_t slot, uint64_t nonce) {
+uint64_t LeaseTable::lease_at(uint32_t slot, uint64_t settle_nonce) {
   std::lock_guard lock(mutex_);
-  return holds(slot, nonce) ? records_[slot].lease : 0;
+  const bool known = slot > 0 && slot < records_.size() && settle_nonce >= kSmallestNonce &&
+                     records_[slot].settle_nonce == settle_nonce;
+  return known ? records_[slot].lease : 0;
 }
 
 bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {

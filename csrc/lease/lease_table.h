@@ -116,8 +116,8 @@ class LeaseTable {
   bool holds(uint32_t slot, uint64_t nonce) const {
     return slot > 0 && slot < records_.size() && slots_[slot].nonce.load(std::memory_order_acquire) == nonce;
   }
-  /// Returns the lease that pins blocks and has this nonce in the slot, or 0 if it has ended or is soft.
-  uint64_t lease_at(uint32_t slot, uint64_t nonce);
+  /// Returns the lease that the seat belongs to, which may have ended, or 0. A soft lease has none.
+  uint64_t lease_at(uint32_t slot, uint64_t settle_nonce);
   /// Publishes how many units are written; the number never decreases. Returns false if there is no such
   /// lease, or it has ended.
   bool set_ready(uint64_t lease, uint64_t ready);

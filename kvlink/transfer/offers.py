@@ -252,7 +252,7 @@ class Offers:
                 self._worker_id,
                 self._epoch,
             )
-            lease = self._engine.core.lease_at(seat.slot, seat.nonce) if here else 0
+            lease = self._engine.core.lease_at(seat.slot, seat.settle_nonce) if here else 0
             self._check_live(offer, lease > 0)
             return lease
         with self._lock:
