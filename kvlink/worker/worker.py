@@ -216,7 +216,7 @@ class Worker(Relays):
             ticket = parsed(ticket, request_id)
         # Small pulls take microseconds, so the usual forms make as few calls as possible.
         plain = self._one_group and type(into) is array and into.typecode == "I"
-        block_ids = into if plain else self._read_ids(into)
+        block_ids: Any = into if plain else self._read_ids(into)
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
         ranged = tokens is not None or layers is not None or len(block_ids) == 0
         if ranged and is_empty(len(block_ids), tokens, layers):
