@@ -236,7 +236,7 @@ void Pull::stop(Stop why) {
   {
     std::lock_guard lock(mutex_);
     if (done()) return;
-    stop_ = why;
+    if (stop_ != Stop::kCancelled) stop_ = why;
     if (state() == PullState::kWaiting) {
       const char* const text = why == Stop::kClosed ? "the worker was closed before the owner was connected"
                                : why == Stop::kCancelled ? "cancelled before it was connected"
