@@ -295,11 +295,14 @@ bool Pull::wait(int64_t timeout_ns) {
   }
 }
 
-/// Waits until there is something to read, the pull has ended, or it is time to tick.
+/// Waits until there is something to read, the pull has left this state, or it is time to tick.
 void Pull::await_change(int64_t until) {
   std::unique_lock lock(mutex_);
-  const auto changed = [this] { return done() || (state() == PullState::kReading && reading()); };
-  if (state() == PullState::kWaiting) until = std::min(until, deadline_ns_ + kAnswerNs);
+  const PullState before = state();
+  const auto changed = [&] {
+    return done() || state() != before || (state() == PullState::kReading && reading());
+  };
+  if (before == PullState::kWaiting) until = std::min(until, deadline_ns_ + kAnswerNs);
   if (until == INT64_MAX) {
     changed_.wait(lock, changed);
   } else {
