@@ -73,7 +73,7 @@ void Pull::begin() {
   std::lock_guard lock(mutex_);
   if (!actions_.empty()) {
     control_->push(token());
-  } else if (state() == PullState::kWaiting) {
+  } else if (state() == PullState::kWaiting && attempt_ == 0) {
     ask_to_connect(now_ns());
   }
 }

@@ -334,6 +334,15 @@ INSTANTIATE_TEST_SUITE_P(
                       Started{"cut", End::kCut, kSeat, PullState::kWaiting, {"connect 1"}}),
     [](const auto& info) { return info.param.name; });
 
+TEST_F(PullTest, WhatTheControlThreadHasTakenBeforeTheBeginningIsNotAskedForAgain) {
+  reads()(kLate);
+  pull = Pull::started(started.back(), control);
+  end_last(End::kCut);
+  EXPECT_EQ(asked(), Strings{"connect 1"});
+  pull->begin();
+  EXPECT_EQ(asked(), Strings{});
+}
+
 TEST_F(PullTest, WithoutAControlThreadThereIsOneAttempt) {
   for (const End how : {End::kCut, End::kValid}) {
     reads()(kLate);
