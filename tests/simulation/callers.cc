@@ -77,9 +77,9 @@ Call* World::start_relay() {
   for (Content& content : contents) content = next_content_++;
   if (parent) contents = parent->sources.front().contents;
   for (int64_t left = random().between(1, 3); left > 0; --left) {
-    if (draw_source(sources.emplace_back(), contents, sources.size() == 1 ? parent : nullptr)) continue;
-    sources.pop_back();
-    break;
+    Source source;
+    if (!draw_source(source, contents, sources.empty() ? parent : nullptr)) break;
+    sources.push_back(std::move(source));
   }
   if (sources.empty()) return nullptr;
   Peer& self = *peers_.front();

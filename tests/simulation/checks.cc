@@ -114,7 +114,8 @@ void World::check_transfer(Link& link, const std::shared_ptr<Transfer>& transfer
   // The owner would cut off the others of this connection at the end of the lease.
   scheduler_.at(deadline + recall + kWithdrawnNs, [transfer, &link] {
     if (link.closed || !link.healthy() || transfer->state() == TransferState::kSettled) return;
-    if (link.owner->has_readers(transfer->seat().nonce)) fail("a pull that did not settle stays announced");
+    if (link.owner->has_reader(transfer->seat().nonce, link.id))
+      fail("a pull that did not settle stays announced");
   });
   check_under_way(link);
 }

@@ -56,9 +56,8 @@ void Owner::store(uint32_t region, uint64_t offset, uint64_t value) {
   wake();
   if (offset != reader_offset(slot)) return note_settle(value);
   const Announcement said = Announcement::of(value);
-  std::set<uint32_t>& connections = readers_[said.tag];
-  said.withdrawn ? void(connections.erase(said.connection)) : void(connections.insert(said.connection));
-  if (connections.empty()) readers_.erase(said.tag);
+  const std::pair reader{said.tag, said.connection};
+  said.withdrawn ? void(readers_.erase(reader)) : void(readers_.insert(reader));
   if (Scheduler::the().traces()) {
     Scheduler::the().trace((said.withdrawn ? "withdraws from slot " : "announces slot ") +
                            std::to_string(slot));

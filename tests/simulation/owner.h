@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "lease/lease_table.h"
@@ -61,8 +62,10 @@ class Owner {
   void run();
   void stop();
 
-  /// Connections that have announced themselves under this nonce and not withdrawn.
-  bool has_readers(uint64_t nonce) const { return readers_.contains(Announcement::tag_of(nonce)); }
+  /// Returns whether the connection has announced itself under this nonce and not withdrawn.
+  bool has_reader(uint64_t nonce, uint32_t connection) const {
+    return readers_.contains({Announcement::tag_of(nonce), connection});
+  }
   /// How often a seat was settled, by whatever way.
   int num_settled(const LeaseSeat& seat) const;
   /// Returns whether the lease has ended, and its blocks have been given back.
@@ -87,8 +90,8 @@ class Owner {
   int64_t next_sweep_ns_ = 0;
   bool stored_ = false, stopped_ = false;
   Fiber* thread_ = nullptr;
-  std::map<uint32_t, std::set<uint32_t>> readers_;  // connections by tag
-  std::map<uint64_t, int> settled_;                 // by the nonce that settles
+  std::set<std::pair<uint32_t, uint32_t>> readers_;  // tag and connection
+  std::map<uint64_t, int> settled_;                  // by the nonce that settles
 };
 
 }  // namespace kvlink::simulation

@@ -26,16 +26,16 @@ std::shared_ptr<const Planner> planner() {
   return made;
 }
 
-std::shared_ptr<ScratchPool> scratch() {
-  static const auto memory = HostMemory::allocate(uint64_t{kReaderBlocks} * ScratchPool::kLineBytes, false);
-  return std::make_shared<ScratchPool>(*memory, 1);
-}
-
 }  // namespace
 
 std::span<std::byte> reader_pool() {
   static std::array<std::byte, kReaderBlocks * kBlockBytes> pool;
   return pool;
+}
+
+std::shared_ptr<ScratchPool> make_scratch() {
+  static const auto memory = HostMemory::allocate(uint64_t{kReaderBlocks} * ScratchPool::kLineBytes, false);
+  return std::make_shared<ScratchPool>(*memory, 1);
 }
 
 int64_t recall_ns(Manner manner) {
@@ -90,7 +90,7 @@ EndpointPlan World::draw_plan(const Peer& peer, bool faulty) {
   plan.window.chunk_bytes = random().one_of({1u, 2 * kBlockBytes, UINT32_MAX});
   plan.window.bytes = random().one_of<uint64_t>({kBlockBytes, 3 * kBlockBytes, UINT64_MAX});
   plan.window.stripe_bytes = random().one_of<uint64_t>({0, 4 * kBlockBytes, UINT64_MAX});
-  if (now() < peer.dies_at_ns) plan.breaks_at_ns = peer.dies_at_ns;
+  if (!peer.restarted || now() < peer.dies_at_ns) plan.breaks_at_ns = peer.dies_at_ns;
   plan.silent_at_ns = peer.hangs_at_ns;
   if (!faulty) return plan;
   const int64_t at = now() + random().between(0, 3 * kMillisecond);
@@ -112,9 +112,10 @@ EndpointPlan World::draw_plan(const Peer& peer, bool faulty) {
 
 Link& World::make_link(Peer& peer) {
   Link& link = *peer.links.emplace_back(std::make_unique<Link>());
-  const bool other_process = now() >= peer.dies_at_ns;
+  const bool other_process = peer.restarted && now() >= peer.dies_at_ns;
   link.owner = other_process ? peer.restarted.get() : peer.owner.get();
   link.planner = planner();
+  if (chance(50)) link.id = static_cast<uint32_t>(peer.links.size());
   std::vector<LaneEnd> lanes;
   for (int64_t left = random().between(1, 3); left > 0; --left) {
     link.plans.push_back(draw_plan(peer, chance(25)));
@@ -126,11 +127,10 @@ Link& World::make_link(Peer& peer) {
     lanes.push_back({std::move(endpoint)});
   }
   const size_t num_lanes = lanes.size();
-  link.connection = std::make_shared<Connection>(std::move(lanes), nullptr, peer.inline_ns, scratch(),
+  link.connection = std::make_shared<Connection>(std::move(lanes), nullptr, peer.inline_ns, scratch_,
                                                  threads_, std::make_shared<PathStats>(), control_);
-  const auto regions =
-      link.connection->establish(chance(50) ? 77 : 0, std::vector<std::string>(num_lanes, "reply"), {"pool"},
-                                 {"slots", "words"}, kEpoch, 20 * kMillisecond);
+  const auto regions = link.connection->establish(link.id, std::vector<std::string>(num_lanes, "reply"),
+                                                  {"pool"}, {"slots", "words"}, kEpoch, 20 * kMillisecond);
   link.established = regions.ok();
   const bool may_fail = other_process || link.closed || peer.ever_fails() ||
                         !std::all_of(link.plans.begin(), link.plans.end(),

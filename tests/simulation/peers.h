@@ -16,12 +16,15 @@ namespace kvlink::simulation {
 
 /// The blocks of the reader, in which all pulls land.
 std::span<std::byte> reader_pool();
+/// For one run at a time.
+std::shared_ptr<ScratchPool> make_scratch();
 /// How long a stopping pull may wait for reads that a NIC has, because it cannot cancel them.
 int64_t recall_ns(Manner manner);
 
 /// One connection.
 struct Link {
   Owner* owner;
+  uint32_t id = 0;  // 0: readers need not announce themselves
   std::vector<EndpointPlan> plans;
   std::vector<std::function<size_t()>> counters;  // of the endpoints' posts
   std::shared_ptr<Connection> connection;

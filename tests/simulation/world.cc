@@ -16,6 +16,7 @@ void World::run() {
 
 void World::main() {
   control_ = *CompletionQueue::make();
+  scratch_ = make_scratch();
   answers_ = random().one_of(
       {Answers::kSoon, Answers::kSoon, Answers::kSoon, Answers::kLate, Answers::kSometimes, Answers::kDies});
   ticks_ = chance(80);

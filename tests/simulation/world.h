@@ -127,6 +127,7 @@ class World {
   bool chance(uint32_t percent) { return random().chance(percent); }
 
   Scheduler scheduler_;
+  std::shared_ptr<ScratchPool> scratch_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::vector<std::unique_ptr<Peer>> peers_;  // the first is this worker itself
   std::vector<Fiber*> helpers_;               // the control thread and its answers
