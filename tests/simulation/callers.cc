@@ -155,14 +155,14 @@ bool World::draw_lease(Source& source) {
                                   : random().one_of<int64_t>({kLongNs, kLongNs, kLongNs, kLongNs,
                                                               20 * kMillisecond, 2 * kMillisecond});
   source.lease_may_end = ttl != kLongNs;
-  if (!peer.steady && chance(10)) {  // a scheduler has written the ticket
+  if (!peer.steady && chance(10)) {  // a scheduler has written the ticket, and its worker does not know yet
     source.lease_may_end = true;
-    source.seat = {static_cast<uint32_t>(random().between(1, kSlots)), random().next() | 1ull << 63,
+    source.seat = {static_cast<uint32_t>(random().between(1, 4)), random().next() | 1ull << 63,
                    random().next() | 1ull << 63};
-    owner.later(now() + random().between(0, 60'000), [this, &owner, source, ready, ttl, give_back] {
+    source.grant = [this, &owner, source, ready, ttl, give_back] {
       owner.grant_at(source.lease, source.seat, ready, ttl, give_back);
       if (source.streams) grow(source, 0);
-    });
+    };
   } else {
     const auto seats = owner.grant(lease, chance(20) ? 2 : 1, ready, ttl, give_back);
     if (seats.empty()) return false;

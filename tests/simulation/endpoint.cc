@@ -95,6 +95,7 @@ Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
 
 Status SimulatedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   const Call call(inside_);
+  owner_.note_posted(value);
   return add({.number = num_posted_++,
               .token = token,
               .pieces = {},

@@ -39,6 +39,9 @@ class Owner {
   // The endpoints' side.
   const std::byte* at(uint32_t region, uint64_t offset, uint64_t bytes) const;
   void store(uint32_t region, uint64_t offset, uint64_t value);
+  /// The word is on its way, or lost with its connection.
+  void note_posted(uint64_t value) { posted_.insert(value); }
+  bool was_posted(uint64_t value) const { return posted_.contains(value); }
 
   // The side of its threads.
   std::byte* block(uint32_t number) { return pool_.data() + uint64_t{number} * kBlockBytes; }
@@ -91,7 +94,8 @@ class Owner {
   bool stored_ = false, stopped_ = false;
   Fiber* thread_ = nullptr;
   std::set<std::pair<uint32_t, uint32_t>> readers_;  // tag and connection
-  std::map<uint64_t, int> settled_;                  // by the nonce that settles
+  std::set<uint64_t> posted_;
+  std::map<uint64_t, int> settled_;  // by the nonce that settles
 };
 
 }  // namespace kvlink::simulation

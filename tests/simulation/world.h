@@ -5,7 +5,9 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,7 +24,8 @@ struct Source {
   std::vector<uint32_t> owner_blocks, reader_blocks;
   std::vector<Content> contents;  // of the blocks, once they are written
   bool streams = false;
-  Link* link = nullptr;  // of the last start
+  std::function<void()> grant;  // what the owner does when somebody already reads
+  Link* link = nullptr;         // of the last start
   bool settle_asked = false;
   bool lease_may_end = false;  // before it is settled
 
@@ -135,6 +138,7 @@ class World {
   std::array<Call*, kReaderBlocks> call_of_block_{};
   std::vector<std::pair<Peer*, LeaseSeat>> spare_;     // seats that nobody reads under
   std::vector<std::pair<Link*, LeaseSeat>> released_;  // of them, those that a connection took
+  std::set<uint64_t> lost_;                            // of them, the words that it has given back
   std::shared_ptr<CompletionQueue> control_;
   Answers answers_ = Answers::kSoon;
   bool ticks_ = true, control_stopped_ = false, closed_ = false;
