@@ -92,7 +92,7 @@ Call* World::start_relay() {
   take_reader_blocks(call, contents.size());
   for (Source& source : call.sources) source.reader_blocks = call.reader_blocks;
   call.seats = self.owner->grant(lease, static_cast<uint32_t>(random().between(1, 3)), 0, ttl, [&call, this] {
-    if (call.seen) free_blocks(call);
+    if (call.checked) free_blocks(call);
   });
   LeaseTable* const leases = &self.owner->leases();
   start_waiting(call, {static_cast<uint32_t>(call.sources.size()), [=] { leases->abort(lease); }});
@@ -130,7 +130,9 @@ bool World::draw_lease(Source& source) {
   Owner& owner = *peer.owner;
   const std::vector<uint32_t> blocks = source.owner_blocks = owner.take_blocks(source.contents.size());
   const uint64_t lease = source.lease = next_lease_++;
-  source.streams = chance(25);
+  const bool is_late =
+      !peer.steady && chance(12);  // a scheduler has written the ticket, and tells its worker later
+  source.streams = chance(is_late ? 80 : 25);
   if (!source.streams) {
     for (size_t at = 0; at < blocks.size(); ++at) write_block(owner.block(blocks[at]), source.contents[at]);
   }
@@ -139,7 +141,7 @@ bool World::draw_lease(Source& source) {
     for (const uint32_t block : blocks) write_block(owner.block(block), kUnwritten);
   };
   const int64_t soon = now() + random().between(0, kMillisecond);
-  if (!peer.steady && !source.streams && chance(8)) {
+  if (!peer.steady && !is_late && !source.streams && chance(8)) {
     const auto seat = owner.leases().grant_soft(blocks, ready, kNoExpiryNs, now_ns());
     if (!seat.ok()) return false;
     source.seat = *seat;
@@ -155,14 +157,13 @@ bool World::draw_lease(Source& source) {
                                   : random().one_of<int64_t>({kLongNs, kLongNs, kLongNs, kLongNs,
                                                               20 * kMillisecond, 2 * kMillisecond});
   source.lease_may_end = ttl != kLongNs;
-  if (!peer.steady && chance(10)) {  // a scheduler has written the ticket, and its worker does not know yet
+  if (is_late) {
     source.lease_may_end = true;
-    source.seat = {static_cast<uint32_t>(random().between(1, 4)), random().next() | 1ull << 63,
-                   random().next() | 1ull << 63};
-    source.grant = [this, &owner, source, ready, ttl, give_back] {
+    source.seat = {owner.used_slot(), random().next() | 1ull << 63, random().next() | 1ull << 63};
+    owner.when_read(source.seat.slot, [this, &owner, source, ready, ttl, give_back] {
       owner.grant_at(source.lease, source.seat, ready, ttl, give_back);
       if (source.streams) grow(source, 0);
-    };
+    });
   } else {
     const auto seats = owner.grant(lease, chance(20) ? 2 : 1, ready, ttl, give_back);
     if (seats.empty()) return false;

@@ -32,7 +32,8 @@ void World::see(Call& call) {
     return;
   }
   call.end = end;
-  if (!call.freed) end == PullState::kFailed ? see_failed(call) : see_valid(call);
+  end == PullState::kFailed ? see_failed(call) : see_valid(call);
+  call.checked = true;
   if (call.is_relay && peers_.front()->owner->has_ended(call.lease)) free_blocks(call);
 }
 

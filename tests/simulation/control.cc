@@ -114,9 +114,6 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
   return [this, &call, &source, &link](int64_t deadline_ns) -> std::shared_ptr<Transfer> {
     if (call.pull && call.pull->done()) fail("a part starts after its pull has ended");
     source.link = &link;
-    if (const auto grant = std::exchange(source.grant, nullptr)) {
-      source.peer->owner->later(now() + random().between(0, 2 * source.peer->delay_ns), grant);
-    }
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");

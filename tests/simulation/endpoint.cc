@@ -131,6 +131,7 @@ void SimulatedEndpoint::send(Post& post) {
   post.sent = true;
   const int64_t due = due_ns(post.pieces.empty());
   if (due == INT64_MAX) return;
+  if (!post.pieces.empty()) owner_.expect_read(post.pieces[0].region, post.pieces[0].offset, due);
   Scheduler& scheduler = Scheduler::the();
   if (plan_.manner == Manner::kStream && post.pieces.empty()) {  // on its way, whatever the reader does next
     scheduler.at(due, [&owner = owner_, state = state_, post] {

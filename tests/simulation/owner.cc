@@ -12,6 +12,7 @@ namespace {
 
 // An idle owner's leases age as fast as the clock only if it looks at least every 100 ms.
 constexpr int64_t kSweepNs = 50'000'000;
+constexpr int64_t kGrantNs = 60'000;  // the most that a grant takes, beside other threads
 constexpr int64_t kSoonNs = 300'000;  // a store is seen within a sweep
 
 Status draw(std::span<uint64_t> words) {
@@ -62,6 +63,26 @@ void Owner::store(uint32_t region, uint64_t offset, uint64_t value) {
     Scheduler::the().trace((said.withdrawn ? "withdraws from slot " : "announces slot ") +
                            std::to_string(slot));
   }
+}
+
+uint32_t Owner::used_slot() const {
+  Random& random = Scheduler::the().random();
+  const auto first = static_cast<uint32_t>(random.between(1, kSlots));
+  for (uint32_t step = 0; step < kSlots; ++step) {
+    const uint32_t slot = 1 + (first + step) % kSlots;
+    uint64_t nonce;
+    std::memcpy(&nonce, slots_.data() + slot_offset(slot), sizeof nonce);
+    if (nonce != 0 && nonce < kSmallestNonce) return slot;
+  }
+  return first;
+}
+
+void Owner::expect_read(uint32_t region, uint64_t offset, int64_t ns) {
+  if (region != kLeaseRegion) return;
+  const auto found = when_read_.find(static_cast<uint32_t>(offset / sizeof(LeaseSlot)));
+  if (found == when_read_.end()) return;
+  later(ns - Scheduler::the().random().between(0, kGrantNs), std::move(found->second));
+  when_read_.erase(found);
 }
 
 void Owner::note_settle(uint64_t value) {

@@ -39,6 +39,8 @@ class Owner {
   // The endpoints' side.
   const std::byte* at(uint32_t region, uint64_t offset, uint64_t bytes) const;
   void store(uint32_t region, uint64_t offset, uint64_t value);
+  /// A read will see this then.
+  void expect_read(uint32_t region, uint64_t offset, int64_t ns);
   /// The word is on its way, or lost with its connection.
   void note_posted(uint64_t value) { posted_.insert(value); }
   bool was_posted(uint64_t value) const { return posted_.contains(value); }
@@ -61,6 +63,10 @@ class Owner {
   void settle(const LeaseSeat& seat);
   /// Calls `what` on the owner's thread.
   void later(int64_t ns, std::function<void()> what);
+  /// Returns a slot whose last lease has ended, or any if there is none.
+  uint32_t used_slot() const;
+  /// Calls `what` on the owner's thread about when the next read of the slot sees it.
+  void when_read(uint32_t slot, std::function<void()> what) { when_read_[slot] = std::move(what); }
   /// The body of the owner's thread.
   void run();
   void stop();
@@ -90,6 +96,7 @@ class Owner {
   uint32_t num_blocks_ = 0;
   std::map<uint64_t, Expected> ends_;  // by lease
   std::multimap<int64_t, std::function<void()>> tasks_;
+  std::map<uint32_t, std::function<void()>> when_read_;  // by slot
   int64_t next_sweep_ns_ = 0;
   bool stored_ = false, stopped_ = false;
   Fiber* thread_ = nullptr;

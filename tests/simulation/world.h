@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -24,8 +23,7 @@ struct Source {
   std::vector<uint32_t> owner_blocks, reader_blocks;
   std::vector<Content> contents;  // of the blocks, once they are written
   bool streams = false;
-  std::function<void()> grant;  // what the owner does when somebody already reads
-  Link* link = nullptr;         // of the last start
+  Link* link = nullptr;  // of the last start
   bool settle_asked = false;
   bool lease_may_end = false;  // before it is settled
 
@@ -43,6 +41,7 @@ struct Call {
   bool is_relay = false;
   bool is_waited_for = false;  // by somebody who looks at the deadline
   bool seen = false;           // its end
+  bool checked = false;        // its blocks may have other content
   PullState end = PullState::kWaiting;
   // A relay's own offer.
   uint64_t lease = 0;
