@@ -215,7 +215,7 @@ void World::start_waiting(Call& call, Relaying relaying) {
 }
 
 void World::wait_for(Call& call) {
-  if (chance(25)) {
+  if (chance(15)) {
     if (chance(80))
       scheduler_.sleep(random().between(0, random().one_of({kMillisecond / 5, 2 * kMillisecond})));
     chance(60) ? cancel(call) : request_cancel(call);

@@ -114,6 +114,8 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
   return [this, &call, &source, &link](int64_t deadline_ns) -> std::shared_ptr<Transfer> {
     if (call.pull && call.pull->done()) fail("a part starts after its pull has ended");
     source.link = &link;
+    if (call.pull) disturb_start(call);
+    if (chance(4)) return nullptr;  // as if it broke just now
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");
@@ -123,6 +125,20 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
     check_transfer(link, transfer);
     return transfer;
   };
+}
+
+/// What other threads may do just then: stop the pull, or begin to wait for it.
+void World::disturb_start(Call& call) {
+  if (chance(3)) request_cancel(call);
+  if (chance(3)) call.pull->close();
+  if (chance(3)) helpers_.push_back(scheduler_.spawn("canceller", [this, &call] { cancel(call); }));
+  if (!chance(6)) return;
+  call.is_waited_for = true;
+  helpers_.push_back(scheduler_.spawn("waiter", [this, &call] {
+    call.pull->wait(-1);
+    see(call);
+  }));
+  scheduler_.sleep(random().between(0, 20'000));  // a start takes some time
 }
 
 PullRequest World::request_of(Call& call, Source& source, Link& link, int64_t deadline_ns) {

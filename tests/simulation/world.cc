@@ -6,6 +6,11 @@
 #include "simulated_sync.h"
 
 namespace kvlink::simulation {
+namespace {
+
+constexpr int64_t kPollNs = 5'000'000;
+
+}  // namespace
 
 World::World(uint64_t seed) : scheduler_(seed) { forget_fds(); }
 
@@ -19,7 +24,7 @@ void World::main() {
   scratch_ = make_scratch();
   answers_ = random().one_of(
       {Answers::kSoon, Answers::kSoon, Answers::kSoon, Answers::kLate, Answers::kSometimes, Answers::kDies});
-  ticks_ = chance(80);
+  ticks_ = chance(65);
   const int64_t num_threads = random().between(1, 2);
   for (int64_t index = 0; index < num_threads; ++index) threads_.push_back(*ProgressThread::make());
   for (int64_t index = 0, last = random().between(1, 2); index <= last; ++index) {
@@ -38,6 +43,7 @@ void World::main() {
   }
   for (Fiber* const caller : callers) scheduler_.join(caller);
   for (const auto& call : calls_) {
+    while (call->is_waited_for && !call->pull->done()) scheduler_.sleep(kPollNs);  // who waits sees to it
     call->is_waited_for = true;
     call->pull->wait(-1);
     see(*call);
