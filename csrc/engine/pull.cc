@@ -214,8 +214,7 @@ void Pull::end(Status why) {
   PullState ended = why.ok() ? PullState::kSettled : PullState::kFailed;
   for (uint32_t index = 0; index < num_parts_; ++index) {
     const Part& one = part(index);
-    if (one.state == TransferState::kFailed || one.state == TransferState::kPending)
-      ended = PullState::kFailed;
+    if (one.state == TransferState::kFailed) ended = PullState::kFailed;
     if (one.state != TransferState::kValid) continue;
     ended = std::min(ended, PullState::kValid);
     if (settles(one.transfer->seat())) ask({PullAction::Kind::kSettle, index});

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes or redirects every edge of a pull, one at a time, and says which tests find it.
 
-Each change is compiled into the unit tests of the engine and the lease table and into the simulation, of which the gate's
-10,000 seeds run. Prints the table of docs/design/simulation.md. To be called after `make test-cpp`:
+Each change is compiled into the unit tests of the engine or the lease table and into the simulation, of which the
+gate's 10,000 seeds run. Prints the table of docs/design/simulation.md. To be called after `make test-cpp`:
 
     python tests/simulation/edges.py [--jobs 2] [part of a name ...]
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PULL, TRANSFER = "csrc/engine/pull.cc", "csrc/engine/transfer.cc"
-LEASES = "csrc/lease/lease_table.cc"
+LEASES, LANE, THREAD = "csrc/lease/lease_table.cc", "csrc/engine/lane.cc", "csrc/engine/progress_thread.cc"
 UNIT_TESTS = re.compile(r"tests/cpp/engine/(pull|transfer|lane|lane_driver)_test\.cc")
 LEASE_TESTS = re.compile(r"tests/cpp/lease/.*\.cc")
 FOUND_NOTHING = "-"
@@ -54,6 +54,9 @@ _STORE_END = "  state_.store(ended, std::memory_order_release);\n"
 _STORE_WAITING = "  state_.store(PullState::kWaiting, std::memory_order_release);\n"
 _STORE_READING = "    state_.store(PullState::kReading, std::memory_order_release);\n"
 _STORE_STARTING = "    state_.store(PullState::kStarting, std::memory_order_release);\n"
+
+_READY = "  shared.ready.store(ready, std::memory_order_relaxed);\n"
+_NONCE = "  shared.nonce.store(seat.nonce, std::memory_order_release);\n"
 
 EDGES: dict[str, tuple[str, str, str]] = {
     # name: from, to, by
@@ -447,7 +450,8 @@ CHANGES: list[Change] = [
     cut(
         "failed",
         "a cancelled relay is offered on until its reads end",
-        "    if (relaying_.failed) relaying_.failed();  // its readers are not told that what comes now is valid\n",
+        "    if (relaying_.failed) relaying_.failed();  // its readers are not told that what"
+        " comes now is valid\n",
     ),
     cut(
         "failed",
@@ -463,7 +467,7 @@ CHANGES: list[Change] = [
     ),
     cut("failed", "proven tokens decrease", "if (tokens > proven_tokens()) proven", "proven"),
 ]
-"""The changes of each edge: it is removed, it leads elsewhere, a rule that guards it is dropped, or what comes with it."""
+"""What is done to each edge: it is removed, leads elsewhere, or loses a rule that guards it or an act that it brings."""
 
 PLANTED: list[Change] = [
     cut(
@@ -489,15 +493,16 @@ PLANTED: list[Change] = [
     cut(
         "d9",
         "a dropped read under a validating look is forgotten",
-        "    if (phase_ == Phase::kValidate) phase_ = Phase::kRead;  // the look behind these reads was lost with them\n",
+        "    if (phase_ == Phase::kValidate) phase_ = Phase::kRead;  // the look behind these reads was lost"
+        " with them\n",
         "",
         TRANSFER,
     ),
     cut(
         "d5",
         "the nonce is stored before `ready`",
-        "  shared.ready.store(ready, std::memory_order_relaxed);\n  shared.nonce.store(seat.nonce, std::memory_order_release);",
-        "  shared.nonce.store(seat.nonce, std::memory_order_release);\n  shared.ready.store(ready, std::memory_order_relaxed);",
+        _READY + _NONCE,
+        _NONCE + _READY,
         LEASES,
     ),
     cut(
@@ -512,21 +517,89 @@ PLANTED: list[Change] = [
         "a settle that cannot be posted while the lane is held is dropped",
         "    words_.push_back(word);\n",
         "",
-        "csrc/engine/lane.cc",
+        LANE,
     ),
     cut(
         "lane",
         "a queued settle that dies with its lane is not given back",
         "    lost_.insert(lost_.end(), words.begin(), words.end());\n",
         "",
-        "csrc/engine/lane.cc",
+        LANE,
     ),
     cut(
         "lane",
         "the control thread is not told of it",
         "  if (on_lost_) on_lost_();\n",
         "",
-        "csrc/engine/lane.cc",
+        LANE,
+    ),
+    cut(
+        "lane",
+        "holders of a lane wake nobody",
+        "  if (!idle()) return driver_->wake();\n  if (unsent()) driver_->wake_from_doze();\n",
+        "",
+        LANE,
+    ),
+    cut("lane", "helping callers wake nobody", "  if (drove) wake_driver();\n", "", LANE),
+    cut(
+        "lane",
+        "submit() wakes nobody",
+        "if (!transfer) return driver_->wake();",
+        "if (!transfer) return;",
+        LANE,
+    ),
+    cut(
+        "lane", "reads of a stopped pull are not called back", "    cancel_posts(transfer, now);\n", "", LANE
+    ),
+    cut(
+        "lane",
+        "reads that cannot be called back count as called back",
+        "      give_up_ns_ = std::min(give_up_ns_, now + kCancelNs);\n      continue;\n",
+        "",
+        LANE,
+    ),
+    cut("lane", "a broken lane does not close its endpoint", "  endpoint_->close();\n", "", LANE),
+    cut(
+        "lane",
+        "a settle that is the only operation in flight is not polled",
+        "(send_settles && num_posted_ > 0)",
+        "false",
+        LANE,
+    ),
+    cut(
+        "thread",
+        "it sleeps for a second after it found a lane held",
+        "ticking || copying || held",
+        "ticking || copying",
+        THREAD,
+    ),
+    cut(
+        "thread",
+        "it sleeps without a look whether it was woken meanwhile",
+        "if (wakes == wakes_.load(std::memory_order_seq_cst)) {",
+        "if (true) {",
+        THREAD,
+    ),
+    cut(
+        "transfer",
+        "cancel() wakes nobody",
+        "  driver_->wake();\n}\n\nvoid Transfer::expire",
+        "}\n\nvoid Transfer::expire",
+        TRANSFER,
+    ),
+    cut(
+        "transfer",
+        "a lane that breaks does not wake the others",
+        "  detach(why, now);\n  if (!done()) driver_->wake();",
+        "  detach(why, now);",
+        TRANSFER,
+    ),
+    cut(
+        "transfer",
+        "an end is not told",
+        "    observer->transfer_ended(part_, state(), result_.code());\n",
+        "",
+        TRANSFER,
     ),
 ]
 """Bugs in what a pull relies on."""
