@@ -30,7 +30,7 @@ enum class PullState : uint8_t {
   kSettled,
 };
 
-/// What a pull asks of the control thread.
+/// A pull asks this of the control thread.
 struct PullAction {
   enum class Kind : uint8_t {
     kConnect,  // answer attempt `number` by connected() or refused() before `until_ns`

@@ -27,7 +27,7 @@ void World::call() {
   }
 }
 
-/// Of the reader's, one after the other.
+/// Takes blocks of the reader, one after the other.
 std::vector<uint32_t> World::take_reader_blocks(Call& call, size_t num) {
   std::vector<uint32_t> blocks(num);
   for (uint32_t& block : blocks) {

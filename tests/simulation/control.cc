@@ -127,7 +127,7 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
   };
 }
 
-/// What other threads may do just then: stop the pull, or begin to wait for it.
+/// Does what other threads may do just then: it stops the pull, or begins to wait for it.
 void World::disturb_start(Call& call) {
   if (chance(3)) request_cancel(call);
   if (chance(3)) call.pull->close();

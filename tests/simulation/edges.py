@@ -467,7 +467,7 @@ CHANGES: list[Change] = [
     ),
     cut("failed", "proven tokens decrease", "if (tokens > proven_tokens()) proven", "proven"),
 ]
-"""What is done to each edge: it is removed, leads elsewhere, or loses a rule that guards it or an act that it brings."""
+"""Each edge is removed, leads elsewhere, or loses a rule that guards it or an action that comes with it."""
 
 PLANTED: list[Change] = [
     cut(

@@ -25,7 +25,7 @@ constexpr uint32_t kSlots = 15;  // few: they are used again
 constexpr uint64_t kEpoch = 42;
 constexpr uint32_t kPoolRegion = 0, kLeaseRegion = 1, kWordRegion = 2;  // in order of import
 
-/// What a block holds. kUnwritten: what nobody may take for good.
+/// Names the bytes of a block. kUnwritten: nobody may take them for good.
 using Content = uint64_t;
 constexpr Content kUnwritten = 0;
 void write_block(std::byte* block, Content content);

@@ -15,7 +15,7 @@
 
 namespace kvlink::simulation {
 
-/// What a pull reads from one owner.
+/// An owner that a pull reads from, and what it reads.
 struct Source {
   Peer* peer = nullptr;
   LeaseSeat seat;
@@ -55,7 +55,7 @@ constexpr int64_t kAnswerNs = 50'000'000;
 /// How long a control thread that is late takes to see what it is told.
 constexpr int64_t kLateNs = 5'000'000;
 
-/// What the control thread does.
+/// Says how the control thread answers.
 enum class Answers : uint8_t { kSoon, kLate, kSometimes, kDies };
 
 class World {
@@ -112,7 +112,7 @@ class World {
   void prove(Call& call, uint64_t units);
   void settle_by_agent(Call& call, size_t part);
 
-  // What must hold (checks.cc).
+  // Checks of what must hold (checks.cc).
   void see(Call& call);
   void see_valid(const Call& call);
   void see_failed(const Call& call);

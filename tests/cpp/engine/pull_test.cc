@@ -74,7 +74,7 @@ struct PullTest : TransferTest {
     seen_failing.push_back(pull->state());
   }
 
-  /// What the control thread is told to do, if it is told.
+  /// Takes what the control thread is told to do, if it is told.
   Strings asked() {
     const std::vector<uint64_t> tokens = control->drain();
     Strings names;
@@ -156,7 +156,7 @@ TEST_F(PullTest, NoPartStartsBeforeTheOwnersAreConnectedAndOneEndIsNotTheEnd) {
   expect_nothing_starts();
 }
 
-/// What a pull of two parts is after both have ended.
+/// A pull of two parts, and where their ends lead.
 struct TwoEnds {
   const char* name;
   End first, second;
@@ -283,7 +283,7 @@ TEST_F(PullTest, APartThatEndsBeforeItIsFollowed) {
   EXPECT_EQ(asked(), Strings{});
 }
 
-/// What a pull is that its caller started.
+/// A pull that its caller started, and where it goes.
 struct Started {
   const char* name;
   End end;
