@@ -197,7 +197,7 @@ std::shared_ptr<Pull> waiting_pull(Engine& engine, double timeout_s, uint32_t nu
   return Pull::waiting(deadline_in(timeout_s), engine.control(), std::move(relaying));
 }
 
-/// Describes what is read from one owner, see _core.pyi.
+/// Says what is read from one owner, see _core.pyi.
 using PartRow = std::tuple<std::shared_ptr<Connection>, std::vector<GroupRow>, LeaseSeat, int, uint32_t>;
 
 StartReads start_of(const PartRow& row, std::function<void(uint64_t)> on_proven, uint64_t batch_units) {

@@ -73,7 +73,7 @@ void Pull::begin() {
   std::lock_guard lock(mutex_);
   if (!actions_.empty()) {
     control_->push(token());
-  } else if (state() == PullState::kWaiting && !asked_) {
+  } else if (state() == PullState::kWaiting && attempt_ == 0) {
     ask_to_connect(now_ns());
   }
 }
@@ -96,7 +96,6 @@ std::vector<PullAction> Pull::take_actions() {
 
 /// The sources of a relay share its time, so that a hung one leaves enough for those after it.
 void Pull::ask_to_connect(int64_t now) {
-  asked_ = true;
   until_ns_ = deadline_ns_;
   if (relaying_.failed) until_ns_ = now + (deadline_ns_ - now) / (num_attempts_ - attempt_);
   ask({PullAction::Kind::kConnect, attempt_, until_ns_});
@@ -215,8 +214,7 @@ void Pull::end(Status why) {
   PullState ended = why.ok() ? PullState::kSettled : PullState::kFailed;
   for (uint32_t index = 0; index < num_parts_; ++index) {
     const Part& one = part(index);
-    if (one.state == TransferState::kFailed || one.state == TransferState::kPending)
-      ended = PullState::kFailed;
+    if (one.state == TransferState::kFailed) ended = PullState::kFailed;
     if (one.state != TransferState::kValid) continue;
     ended = std::min(ended, PullState::kValid);
     if (settles(one.transfer->seat())) ask({PullAction::Kind::kSettle, index});
@@ -237,7 +235,7 @@ void Pull::stop(Stop why) {
   {
     std::lock_guard lock(mutex_);
     if (done()) return;
-    stop_ = why;
+    if (stop_ != Stop::kCancelled) stop_ = why;
     if (state() == PullState::kWaiting) {
       const char* const text = why == Stop::kClosed ? "the worker was closed before the owner was connected"
                                : why == Stop::kCancelled ? "cancelled before it was connected"
@@ -296,11 +294,14 @@ bool Pull::wait(int64_t timeout_ns) {
   }
 }
 
-/// Waits until there is something to read, the pull has ended, or it is time to tick.
+/// Waits until there is something to read, the pull has left this state, or it is time to tick.
 void Pull::await_change(int64_t until) {
   std::unique_lock lock(mutex_);
-  const auto changed = [this] { return done() || (state() == PullState::kReading && reading()); };
-  if (state() == PullState::kWaiting) until = std::min(until, deadline_ns_ + kAnswerNs);
+  const PullState before = state();
+  const auto changed = [&] {
+    return done() || state() != before || (state() == PullState::kReading && reading());
+  };
+  if (before == PullState::kWaiting) until = std::min(until, deadline_ns_ + kAnswerNs);
   if (until == INT64_MAX) {
     changed_.wait(lock, changed);
   } else {

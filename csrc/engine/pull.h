@@ -31,7 +31,7 @@ enum class PullState : uint8_t {
   kSettled,
 };
 
-/// A request of a pull to the control thread.
+/// A pull asks this of the control thread.
 struct PullAction {
   enum class Kind : uint8_t {
     kConnect,  // answer attempt `number` by connected() or refused() before `until_ns`
@@ -165,7 +165,6 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   size_t num_parts_ = 0;
   std::vector<uint32_t> wanted_;
   uint32_t attempt_ = 0;
-  bool asked_ = false;  // for the first attempt
   int64_t until_ns_;    // of this attempt
   uint32_t alive_ = 0;  // parts that have not ended, and one more while connected() starts them
   Stop stop_ = Stop::kNone;

@@ -27,7 +27,7 @@ struct PullRequest : GroupRead {
   int64_t deadline_ns = 0;  // by now_ns()
   /// With a StreamUnit: at most this many units are read before the slot is looked at again; 0 for no limit.
   uint64_t batch_units = 0;
-  /// May be empty. Called by a streaming pull: the first `units` have landed, and the nonce was read behind
+  /// Used by a streaming pull; may be empty. The first `units` have landed, and the nonce was read behind
   /// them. Nothing writes their bytes any more, so others may read them. Never decreases. Called as
   /// TransferObserver is.
   std::function<void(uint64_t units)> on_proven;

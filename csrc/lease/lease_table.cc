@@ -199,7 +199,7 @@ bool LeaseTable::set_ready(uint64_t id, uint64_t ready) {
   if (lease == nullptr) return false;
   for (const Seat& seat : lease->seats) {
     if (!seat.open) continue;
-    std::atomic<uint64_t>& shared = slots_[seat.slot].ready;
+    Atomic<uint64_t>& shared = slots_[seat.slot].ready;
     if (shared.load(std::memory_order_relaxed) < ready) shared.store(ready, std::memory_order_release);
   }
   return true;
@@ -291,7 +291,7 @@ bool LeaseTable::is_settled_by(uint32_t slot, uint64_t settled) const {
 
 /// Takes a reader's announcement if it concerns the last lease of the slot.
 void LeaseTable::hear_reader(uint32_t slot) {
-  std::atomic<uint64_t>& word = words_[slot].reader;
+  Atomic<uint64_t>& word = words_[slot].reader;
   if (word.load(std::memory_order_relaxed) == 0) return;
   const auto said = Announcement::of(word.exchange(0, std::memory_order_acq_rel));
   if (said.tag != records_[slot].tag || said.connection == 0) return;
@@ -301,7 +301,7 @@ void LeaseTable::hear_reader(uint32_t slot) {
 
 /// Ends the seat whose reader has settled, and the seats that it said are not needed.
 void LeaseTable::take_settled(uint32_t slot) {
-  std::atomic<uint64_t>& word = words_[slot].settled;
+  Atomic<uint64_t>& word = words_[slot].settled;
   if (word.load(std::memory_order_relaxed) == 0) return;
   const uint64_t settled = word.exchange(0, std::memory_order_acq_rel);
   if (!is_settled_by(slot, settled)) return;

@@ -16,13 +16,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "base/free_slots.h"
 #include "base/status.h"
+#include "base/sync.h"
 #include "lease/lease_readers.h"
 #include "lease/lease_words.h"
 #include "lease/seat_deadlines.h"
@@ -195,7 +195,7 @@ class LeaseTable {
   Status draw_nonces(size_t num);
   uint64_t take_nonce();
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   LeaseSlot* const slots_;
   PeerWords* const words_;
   FreeSlots free_;
@@ -216,7 +216,7 @@ class LeaseTable {
   SoftLeaseCounts soft_counts_;
   uint64_t num_soft_ended_ = 0;
   uint32_t num_expiring_soft_ = 0;
-  std::atomic<uint32_t> num_active_{0};
+  Atomic<uint32_t> num_active_{0};
 };
 
 }  // namespace kvlink

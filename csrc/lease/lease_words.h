@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "base/sync.h"
+
 namespace kvlink {
 
 /// One reader's part of a lease, as the ticket has it. The reader settles it by storing settle_nonce, or
@@ -28,8 +30,8 @@ constexpr bool LeaseSeat::is_shared() const { return settle_nonce == kSharedSeat
 
 /// One reader's slot; slot 0 is the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {
-  std::atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again
-  std::atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
+  Atomic<uint64_t> nonce;  // 0: never granted; a LeaseEnd: ended, until the slot is granted again
+  Atomic<uint64_t> ready;  // units (blocks or layers) already written by the owner
   uint64_t reserved[6];
 };
 static_assert(sizeof(LeaseSlot) == 64);
@@ -47,8 +49,8 @@ static_assert(sizeof(LeaseTableHeader) == sizeof(LeaseSlot));
 
 /// The words that a reader stores, one entry per slot. The owner takes a word that it has seen, and leaves 0.
 struct PeerWords {
-  std::atomic<uint64_t> settled;  // the ticket's settle nonce; anything else is ignored
-  std::atomic<uint64_t> reader;   // an Announcement
+  Atomic<uint64_t> settled;  // the ticket's settle nonce; anything else is ignored
+  Atomic<uint64_t> reader;   // an Announcement
 };
 static_assert(sizeof(PeerWords) == 16);
 

@@ -73,7 +73,7 @@ int64_t SimulatedEndpoint::due_ns(bool of_store) {
   int64_t due = now + random().between(plan_.delay_ns / 2, 2 * plan_.delay_ns);
   if (random().chance(5)) due += random().between(0, 10 * plan_.delay_ns);
   due = std::max(due, last_due_ns_ + 1);
-  if (plan_.ordered || of_store) last_due_ns_ = due;
+  if ((plan_.ordered && !plan_.breaks_order) || of_store) last_due_ns_ = due;
   return due < plan_.silent_at_ns ? due : INT64_MAX;
 }
 
@@ -95,6 +95,7 @@ Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
 
 Status SimulatedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   const Call call(inside_);
+  owner_.note_posted(value);
   return add({.number = num_posted_++,
               .token = token,
               .pieces = {},
@@ -130,6 +131,7 @@ void SimulatedEndpoint::send(Post& post) {
   post.sent = true;
   const int64_t due = due_ns(post.pieces.empty());
   if (due == INT64_MAX) return;
+  if (!post.pieces.empty()) owner_.expect_read(post.pieces[0].region, post.pieces[0].offset, due);
   Scheduler& scheduler = Scheduler::the();
   if (plan_.manner == Manner::kStream && post.pieces.empty()) {  // on its way, whatever the reader does next
     scheduler.at(due, [&owner = owner_, state = state_, post] {

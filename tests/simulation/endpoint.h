@@ -33,6 +33,7 @@ struct EndpointPlan {
   int64_t silent_at_ns = INT64_MAX;  // what is to end later than this never does
   uint32_t refused_percent = 0;      // of the reads, by their completion
   uint32_t failed_post_percent = 0;  // of the reads, at once
+  bool breaks_order = false;         // though it promises it
 
   bool healthy() const { return breaks_at_ns == INT64_MAX && silent_at_ns == INT64_MAX && !refuses(); }
   bool refuses() const { return refused_percent + failed_post_percent > 0; }

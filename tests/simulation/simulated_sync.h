@@ -61,6 +61,7 @@ class CondVar {
 template <typename T>
 class Atomic {
  public:
+  Atomic() : value_{} {}
   Atomic(T value) : value_(value) {}  // NOLINT: as the standard one
 
   T load(std::memory_order = {}) const { return at_a_point(); }

@@ -1,45 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
-// One run: connections with their owners, progress threads, callers, and what must hold of them.
+// One run: a worker with its connections, threads, pulls and relays, their owners, and what must hold of
+// them.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "endpoint.h"
-#include "engine/connection.h"
+#include "engine/pull.h"
+#include "peers.h"
 
 namespace kvlink::simulation {
 
-struct Pull {
-  std::shared_ptr<Transfer> transfer;
+/// An owner that a pull reads from, and what it reads.
+struct Source {
+  Peer* peer = nullptr;
+  LeaseSeat seat;
+  uint64_t lease = 0;
   std::vector<uint32_t> owner_blocks, reader_blocks;
-  size_t peer = 0;
-  uint32_t slot = 0;
-  uint64_t settle_nonce = 0;
-  int64_t deadline_ns = 0;
-  bool streaming = false;
+  std::vector<Content> contents;  // of the blocks, once they are written
+  bool streams = false;
+  Link* link = nullptr;  // of the last start
+  bool settle_asked = false;
+  bool lease_may_end = false;  // before it is settled
+
+  bool settles() const { return seat.settle_nonce >= kSmallestNonce; }
 };
 
-/// Every pull reads from an owner's pool into the reader's.
-std::shared_ptr<const Planner> planner();
-
-/// One connection and its owner.
-struct Peer {
-  Owner owner;
-  std::vector<EndpointPlan> plans;
-  std::vector<std::function<size_t()>> counters;  // of the endpoints' posts
-  std::shared_ptr<Connection> connection;
-  bool closed = false;
-  uint64_t num_quiet = 0;  // times that nothing was under way any more
-
-  bool healthy() const;
-  /// The reads that a stopping pull may wait for, because a NIC cannot cancel them.
-  int64_t recall_ns() const;
-  size_t num_posts() const;
+/// A pull of the run, or a relay.
+struct Call {
+  std::shared_ptr<Pull> pull;
+  std::vector<Source> sources;  // one for each part; of a relay: one for each attempt
+  size_t source = 0;            // of a relay: the last that it read from
+  std::vector<uint32_t> reader_blocks;
+  int64_t started_ns = 0, deadline_ns = 0;
+  uint32_t num_attempts = 0;  // asked for
+  bool is_relay = false;
+  bool is_waited_for = false;  // by somebody who looks at the deadline
+  bool seen = false;           // its end
+  bool checked = false;        // its blocks may have other content
+  PullState end = PullState::kWaiting;
+  // A relay's own offer.
+  uint64_t lease = 0;
+  std::vector<LeaseSeat> seats;
+  size_t num_seats_given = 0;
+  bool freed = false;  // its blocks have other content
 };
+
+/// csrc/engine/pull.cc has it.
+constexpr int64_t kAnswerNs = 50'000'000;
+/// How long a control thread that is late takes to see what it is told.
+constexpr int64_t kLateNs = 5'000'000;
+
+/// Says how the control thread answers.
+enum class Answers : uint8_t { kSoon, kLate, kSometimes, kDies };
 
 class World {
  public:
@@ -47,46 +64,86 @@ class World {
   /// Until all threads ended.
   void run();
 
-  uint64_t num_pulls() const { return pulls_.size(); }
+  uint64_t num_pulls() const { return calls_.size(); }
   uint64_t num_valid() const { return num_valid_; }
   int64_t now() const { return scheduler_.now(); }
 
  private:
   // For the main thread.
   void main();
-  void make_peer();
-  EndpointPlan draw_plan(Manner manner, int64_t delay_ns, bool faulty);
-  void check_pulls();
-  void check_pull(const Pull& pull);
-  void close(Peer& peer);
+  void close_all();
+  void end_threads();
 
-  // For callers (callers.cc).
-  void call(uint32_t number);
-  Pull* start_pull();
-  PullRequest draw_request(Pull& pull);
-  void grow(const Pull& pull, uint64_t ready, uint64_t num_units);
-  void wait_for(Pull& pull);
-  void await(Pull& pull);
-  void cancel(Pull& pull);
+  // Owners and connections (peers.cc).
+  Peer& make_peer(bool is_self);
+  Link* connect(Peer& peer, int64_t until_ns);
+  Link& make_link(Peer& peer);
+  EndpointPlan draw_plan(const Peer& peer, bool faulty);
+  void close(Link& link);
+
+  // Callers (callers.cc).
+  void call();
+  Call* start_call();
+  Call* start_relay();
+  Call* find_relay();
+  Call* any_call();
+  Call& add_call();
+  std::vector<uint32_t> take_reader_blocks(Call& call, size_t num);
+  bool draw_source(Source& source, const std::vector<Content>& contents, Call* relay);
+  bool draw_lease(Source& source);
+  void grow(const Source& source, uint64_t ready);
+  bool start_at_once(Call& call);
+  void start_waiting(Call& call, Relaying relaying);
+  void wait_for(Call& call);
+  void await(Call& call);
+  void cancel(Call& call);
+  void request_cancel(Call& call);
   void meddle();
+  void release();
 
-  // Checks that run later.
-  void check_by(int64_t ns, const Pull& pull, const char* what);
-  void check_withdrawn(const Pull& pull);
-  void check_under_way(Peer& peer);
+  // The control thread (control.cc).
+  void control();
+  void take(uint64_t token);
+  void act(Call& call, const PullAction& action);
+  void answer(Call& call, uint32_t attempt, int64_t until_ns);
+  StartReads start_of(Call& call, Source& source, Link& link);
+  void disturb_start(Call& call);
+  PullRequest request_of(Call& call, Source& source, Link& link, int64_t deadline_ns);
+  void prove(Call& call, uint64_t units);
+  void settle_by_agent(Call& call, size_t part);
+
+  // Checks of what must hold (checks.cc).
+  void see(Call& call);
+  void see_valid(const Call& call);
+  void see_failed(const Call& call);
+  void see_proven(const Call& call, uint64_t units);
+  void free_blocks(Call& call);
+  bool can_end_alone() const;
+  void check_by(int64_t ns, const Call& call, const char* what);
+  void check_transfer(Link& link, const std::shared_ptr<Transfer>& transfer);
+  void check_under_way(Link& link);
+  void check_end();
+  void check_told(const Call& call);
   void on_landing(const std::byte* at);
 
   Random& random() { return scheduler_.random(); }
   bool chance(uint32_t percent) { return random().chance(percent); }
 
   Scheduler scheduler_;
+  std::shared_ptr<ScratchPool> scratch_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;
-  std::vector<std::unique_ptr<Peer>> peers_;
-  std::vector<std::unique_ptr<Pull>> drawn_;
-  std::vector<Pull*> pulls_;  // of drawn_, those that a connection took
-  std::array<Pull*, kReaderBlocks> pull_of_block_{};
+  std::vector<std::unique_ptr<Peer>> peers_;  // the first is this worker itself
+  std::vector<Fiber*> helpers_;               // the control thread and its answers
+  std::vector<std::unique_ptr<Call>> calls_;
+  std::array<Call*, kReaderBlocks> call_of_block_{};
+  std::vector<std::pair<Peer*, LeaseSeat>> spare_;     // seats that nobody reads under
+  std::vector<std::pair<Link*, LeaseSeat>> released_;  // of them, those that a connection took
+  std::set<uint64_t> lost_;                            // of them, the words that it has given back
+  std::shared_ptr<CompletionQueue> control_;
+  Answers answers_ = Answers::kSoon;
+  bool ticks_ = true, control_stopped_ = false, closed_ = false;
   uint32_t num_blocks_ = 0;  // of the reader's, taken
-  uint64_t next_nonce_ = 1'000;
+  uint64_t next_lease_ = 1, next_content_ = 1;
   uint64_t num_valid_ = 0;
 };
 

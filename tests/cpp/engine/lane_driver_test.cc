@@ -32,7 +32,7 @@ void time_read(Lane& lane, LaneTest& test) {
 }
 
 /// Those that look at a lane even if it is idle.
-const Holder kLooking[] = {{"settle", [](Lane& lane, LaneTest&) { lane.settle(kSlot, 1); }},
+const Holder kLooking[] = {{"settle", [](Lane& lane, LaneTest&) { lane.settle({kSlot, 1}); }},
                            {"check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(true); }},
                            {"try_check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(false); }},
                            {"time_read", time_read}};
@@ -82,7 +82,7 @@ TEST_F(LaneTest, ADriverThatMeetsAHeldLaneSleepsForATickAtMost) {
   Lane::Rest rest = Lane::Rest::kLong;
   EXPECT_EQ(lanes[0]->arm(), Lane::Rest::kLong);
   endpoint(0).on_poll_ = [&] { std::thread([&] { rest = lanes[0]->arm(); }).join(); };
-  lanes[0]->settle(kSlot, 1);
+  lanes[0]->settle({kSlot, 1});
   EXPECT_EQ(rest, Lane::Rest::kShort);
 }
 
@@ -94,11 +94,55 @@ TEST_F(LaneTest, AnInlinePullThatIsNotOverWakesTheDriver) {
 
 TEST_F(LaneTest, ASettleThatIsUnderWayIsLookedFor) {
   start({window(16 << 10), window(48 << 10)}, false);
-  ASSERT_TRUE(lanes[0]->settle(kSlot, 1));
+  ASSERT_TRUE(lanes[0]->settle({kSlot, 1}));
   EXPECT_TRUE(lanes[0]->unsent());
   EXPECT_EQ(driver->doze_wakes, 1);
   lanes[0]->drive();
   EXPECT_FALSE(lanes[0]->unsent());
+}
+
+/// It may copy for another pull meanwhile.
+TEST_F(LaneTest, ASettleDoesNotWaitForWhoHoldsTheLane) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  bool queued = false;
+  endpoint(0).on_poll_ = [&] {
+    if (std::exchange(queued, true)) return;
+    std::thread([&] { EXPECT_TRUE(lanes[0]->settle({kSlot, 7})); }).join();
+    EXPECT_GT(driver->wakes, 0);
+    EXPECT_TRUE(endpoint(0).words_.empty());
+    driver->doze_wakes = 0;
+  };
+  lanes[0]->check_idle(true);
+  EXPECT_TRUE(lanes[0]->unsent());
+  EXPECT_EQ(driver->doze_wakes, 1) << "who held it says that work is left";
+  lanes[0]->drive();
+  lanes[0]->drive();
+  EXPECT_EQ(endpoint(0).words_, (std::vector{std::array<uint64_t, 2>{settled_offset(kSlot), 7}}));
+  EXPECT_FALSE(lanes[0]->unsent());
+  EXPECT_TRUE(lanes[0]->take_lost().empty());
+}
+
+TEST_F(LaneTest, AQueuedSettleThatDiesWithItsLaneIsGivenBackOnce) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  int lost = 0;
+  lanes[0]->on_lost([&] { ++lost; });
+  bool queued = false;
+  endpoint(0).on_poll_ = [&] {
+    if (std::exchange(queued, true)) return;
+    std::thread([&] {
+      EXPECT_TRUE(lanes[0]->settle({kSlot, 7}) && lanes[0]->settle({kSlot + 1, 8}));
+    }).join();
+    broken[0] = true;
+  };
+  lanes[0]->check_idle(true);
+  EXPECT_EQ(lost, 1);
+  const std::vector<LaneWord> words = lanes[0]->take_lost();
+  ASSERT_EQ(words.size(), 2u);
+  EXPECT_EQ(words[0].slot, kSlot);
+  EXPECT_EQ(words[1].value, 8u);
+  EXPECT_TRUE(lanes[0]->take_lost().empty());
+  EXPECT_FALSE(lanes[0]->settle({kSlot, 9}));
+  EXPECT_TRUE(endpoint(0).words_.empty());
 }
 
 TEST_F(LaneTest, ASleepingThreadLetsGoOfALaneThatIsRemoved) {
@@ -118,7 +162,7 @@ TEST_F(LaneTest, WhyALaneBrokeIsToldWithoutHoldingIt) {
   start({window(16 << 10), window(48 << 10)});
   std::string why = "not told";
   endpoint(0).on_poll_ = [&] { why = lanes[0]->why_broken().what(); };
-  lanes[0]->settle(kSlot, 1);
+  lanes[0]->settle({kSlot, 1});
   EXPECT_EQ(why, "");
   lanes[0]->close("closed");
   EXPECT_EQ(lanes[0]->why_broken().what(), "closed");

@@ -2,61 +2,16 @@
 // The state machine of a pull, driven by hand: no endpoint, no thread, no clock.
 #include "engine/transfer.h"
 
-#include <gtest/gtest.h>
-
-#include <array>
 #include <set>
 #include <string>
+#include <tuple>
 
-#include "lease/lease_table.h"
+#include "cpp/engine/transfers_by_hand.h"
 
 namespace kvlink {
 namespace {
 
-constexpr uint64_t kNonce = 7700;
-constexpr uint64_t kSettle = 9900;
-constexpr uint32_t kBlockBytes = 64;
-constexpr int64_t kFar = INT64_MAX;
-constexpr Window kOneOp{kBlockBytes, 1, 8};
-
-using Kind = Step::Kind;
-
-struct TransferTest : ::testing::Test {
-  std::vector<std::byte> pool = std::vector<std::byte>(16 * kBlockBytes);
-  std::shared_ptr<const Planner> planner;
-  std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};
-  std::array<uint32_t, 3> owner{1, 5, 9}, reader{2, 4, 6};
-  int wakes = 0;  // of the lanes' drivers
-
-  void SetUp() override {
-    const Layout layout{16, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
-    auto made = Planner::make(layout, layout, {{pool.data(), pool.size(), -1, 0}}, {pool.size()}, {0}, {});
-    ASSERT_TRUE(made.ok()) << made.status().what();
-    planner = *made;
-  }
-
-  std::unique_ptr<Transfer> start(StreamUnit stream = StreamUnit::kNone, int64_t deadline = kFar,
-                                  const LeaseSeat& seat = {1, kNonce, kSettle}, PullRequest request = {}) {
-    request.planner = planner;
-    request.owner_blocks = owner;
-    request.reader_blocks = reader;
-    request.tokens = {0, 3};
-    request.stream = stream;
-    request.seat = seat;
-    request.deadline_ns = deadline;
-    auto transfer = std::make_unique<Transfer>(request, 0,
-                                               std::make_shared<TransferDriver>(TransferDriver{
-                                                   [this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
-    transfer->set_scratch(words, 1);
-    transfer->attach();
-    return transfer;
-  }
-
-  void slot_says(uint64_t nonce, uint64_t ready = 0) {
-    words[0] = nonce;
-    words[1] = ready;
-  }
-};
+using namespace by_hand;
 
 TEST_F(TransferTest, UnorderedLaneValidatesOnlyAfterTheDataHasCompleted) {
   auto transfer = start();
@@ -299,22 +254,15 @@ TEST_F(TransferTest, AStreamIsAloneUnlessItWaitsForItsOwner) {
   }
 }
 
-/// A pull in batches of one block, whose owner has written all, and what its follower was told.
+/// A pull in batches of one block, whose owner has written all, and what was told of it.
 struct RelayTest : TransferTest {
   std::vector<uint64_t> told;
-  int failures = 0;
-  bool ended_before_failure = false;
   std::unique_ptr<Transfer> transfer;
 
   void begin() {
     PullRequest request;
     request.batch_units = 1;
-    request.follower =
-        std::make_shared<const Follower>(Follower{[this](uint64_t units) { told.push_back(units); },
-                                                  [this] {
-                                                    ++failures;
-                                                    ended_before_failure = transfer && transfer->done();
-                                                  }});
+    request.on_proven = [this](uint64_t units) { told.push_back(units); };
     transfer = start(StreamUnit::kBlocks, kFar, {1, kNonce, kSettle}, request);
   }
   Step next(Kind kind) {
@@ -329,7 +277,7 @@ struct RelayTest : TransferTest {
   }
 };
 
-TEST_F(RelayTest, AFollowerIsToldWhatWasReadBeforeTheNonceWasSeenAgain) {
+TEST_F(RelayTest, WhatWasReadBeforeTheNonceWasSeenAgainIsProven) {
   begin();
   look(kNonce, 3);
   for (uint64_t block = 0; block < 2; ++block) {
@@ -346,10 +294,9 @@ TEST_F(RelayTest, AFollowerIsToldWhatWasReadBeforeTheNonceWasSeenAgain) {
   EXPECT_EQ(told, (std::vector<uint64_t>{0, 1, 2, 3})) << "before it is settled";
   transfer->ended(next(Kind::kSettle), {}, 1);
   EXPECT_EQ(transfer->state(), TransferState::kSettled);
-  EXPECT_EQ(failures, 0);
 }
 
-TEST_F(RelayTest, AStaleBatchIsNotAnnouncedAndTheFailureIsToldBeforeTheEnd) {
+TEST_F(RelayTest, AStaleBatchIsNotProven) {
   begin();
   look(kNonce, 3);
   transfer->ended(next(Kind::kReads), {}, 1);
@@ -359,8 +306,6 @@ TEST_F(RelayTest, AStaleBatchIsNotAnnouncedAndTheFailureIsToldBeforeTheEnd) {
   EXPECT_EQ(transfer->state(), TransferState::kFailed);
   EXPECT_EQ(told.back(), 1u);
   EXPECT_EQ(transfer->proven_units(), 1u) << "what was proven before remains so";
-  EXPECT_EQ(failures, 1);
-  EXPECT_FALSE(ended_before_failure) << "its blocks might be written again by then";
 }
 
 TEST_F(RelayTest, ABatchThatALaneDroppedIsReadAgainBeforeItIsAnnounced) {
@@ -384,13 +329,24 @@ TEST_F(TransferTest, AStreamWhoseLeaseEndsIsStale) {
   EXPECT_EQ(transfer->status().code(), Code::kStaleBlocks);
 }
 
-TEST_F(TransferTest, AWatcherIsToldOnce) {
+struct Observer final : TransferObserver {
+  void transfer_ended(uint32_t part, TransferState state, Code code) override {
+    told.push_back({part, state, code});
+  }
+  std::vector<std::tuple<uint32_t, TransferState, Code>> told;
+};
+
+TEST_F(TransferTest, AnObserverIsToldOnceAndNotOfAnEndBefore) {
   auto transfer = start();
-  auto queue = *CompletionQueue::make();
-  ASSERT_TRUE(transfer->notify(queue, 5));
+  const auto observer = std::make_shared<Observer>();
+  ASSERT_TRUE(transfer->follow(observer, 5));
   transfer->cancel();
-  EXPECT_EQ(queue->drain(), std::vector<uint64_t>{5});
-  EXPECT_FALSE(transfer->notify(queue, 6));
+  transfer->cancel();
+  transfer->refuse(Status::Config("it has ended"), 2);
+  EXPECT_EQ(observer->told, (std::vector{std::tuple{5u, TransferState::kFailed, Code::kCancelled}}));
+  EXPECT_EQ(observer.use_count(), 1) << "the transfer lets go of it";
+  EXPECT_FALSE(transfer->follow(observer, 6));
+  EXPECT_EQ(observer->told.size(), 1u);
 }
 
 }  // namespace
