@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -42,11 +43,11 @@ class Deadlines(Generic[K]):
         self._enter()
         return self._heap[0][0] if self._heap else math.inf
 
-    def due(self, now: float) -> list[K]:
-        """Removes and returns the keys whose deadline has passed, earliest first."""
+    def due(self, now: float, most: int = sys.maxsize) -> list[K]:
+        """Removes and returns at most `most` keys whose deadline has passed, earliest first."""
         self._enter()
-        keys = []
-        while self._heap and self._heap[0][0] <= now:
+        keys: list[K] = []
+        while self._heap and self._heap[0][0] <= now and len(keys) < most:
             _, number, key = heapq.heappop(self._heap)
             if self._current.get(key) == number:
                 del self._current[key]

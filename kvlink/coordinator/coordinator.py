@@ -240,7 +240,7 @@ class Coordinator:
 
     async def status(self) -> CoordinatorStatus:
         """Returns the counts of the caller's tenant, or of all tenants when this process calls."""
-        status = self._prefixes.counted(await self._store.status())
+        status = await self._prefixes.counted(await self._store.status())
         return status._replace(uptime_s=now() - self._started)
 
     async def overview(self) -> Overview:
