@@ -17,7 +17,7 @@ MAX_TIMEOUT_S = 3_600.0
 MAX_CLAIM_ID_BYTES = 64
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
-"""Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+"""Decoding so many takes a few milliseconds. They are executed a few at a time."""
 MAX_BATCH_BYTES = 2 << 20
 """Bounds a batch with several operations. An operation that is larger is sent alone."""
 MAX_LISTED = 1 << 18
@@ -38,12 +38,14 @@ MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """Bounds a hello, reply, address or key."""
 MAX_LAYOUTS = MAX_GROUPS
-MAX_PLANES = 16_384
+MAX_PLANES = 2_048
 """Bounds the planes of all layouts of a card together."""
 MAX_REGIONS = 4_096
 MAX_TRANSPORTS = 32
 MAX_LEASE_KEYS = 2
 MAX_CONNECTION_ID = (1 << 31) - 1
+MAX_POOL_KEYS = 4_096
+"""Bounds the pool keys of all transports of a card together."""
 MAX_CARD_BYTES = 4 << 20
 MAX_PREFIXES = 256
 """Bounds the prefixes that one call publishes."""

@@ -166,12 +166,12 @@ class PrefixDirectory:
         return list(self._of_worker)
 
     def expire(self, now: float, most: int = sys.maxsize) -> bool:
-        """Drops at most `most` prefixes whose time has passed. Returns whether there are more."""
-        due = self._deadlines.due(now, most)
-        for name in due:
+        """Drops at most `most` prefixes whose time has passed. Returns whether there may be more."""
+        self.num_steps += 1
+        for name in self._deadlines.due(now, most):
             self._drop(self._copies[name])
             self.num_expired += 1
-        return len(due) == most
+        return self._deadlines.next() <= now
 
     def evict_oldest(self) -> None:
         """Drops the prefix that was published the longest ago. REQUIRES that there is one."""

@@ -27,7 +27,7 @@ from kvlink.runtime.supervised import start_loop
 from kvlink.types import Joined
 
 _WATCH_AGAIN_S = 1.0
-_MOST_STEPS = 1_000
+_MOST_STEPS = 500
 """So many steps of directories take about a millisecond."""
 
 

@@ -25,6 +25,7 @@ from kvlink.control.rpc.admission import Admission, refuse
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
 from kvlink.control.rpc.peer_address import serving
+from kvlink.control.rpc.turns import Turns
 from kvlink.control.security import Gate, Security, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
@@ -33,7 +34,6 @@ from kvlink.runtime.supervised import start_awaited
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _log = logging.getLogger("kvlink.control")
 
@@ -78,6 +78,7 @@ class GrpcServer:
         self.counts = CallCounts()
         if ring := self._security.keyring:
             self.counts.certificate_expires_at = lambda: ring.current().expires_at
+        self._turns = Turns()
         self._denials = DenialLog()
         self.failures = LogQuota()
         """Limits the log lines about failed calls."""
@@ -98,7 +99,7 @@ class GrpcServer:
             try:
                 serving(context)
                 self._admit(method, context)
-                request = method.request.decode(blob)
+                request = await self._turns.decode(method.request, blob)
                 answering = handle(request)
                 if tracing.spans is not None:
                     answering = traced(method, request, answering, context.invocation_metadata())
@@ -115,7 +116,10 @@ class GrpcServer:
         """Adds a method with one request and replies until the handler returns."""
 
         async def call(blob: bytes, context: _Context) -> None:
-            await self._run_stream(handle, lambda: method.request.decode(blob), method, context)
+            async def run(send: Send[R]) -> None:
+                await handle(await self._turns.decode(method.request, blob), send)
+
+            await self._run_stream(run, method, context)
 
         self._add(method, grpc.unary_stream_rpc_method_handler(call))
 
@@ -125,7 +129,10 @@ class GrpcServer:
         """Adds a method with requests and replies until the handler returns."""
 
         async def call(_: object, context: _Context) -> None:
-            await self._run_stream(handle, lambda: _decoded(method.request, context), method, context)
+            async def run(send: Send[R]) -> None:
+                await handle(self._decoded(method.request, context), send)
+
+            await self._run_stream(run, method, context)
 
         self._add(method, grpc.stream_stream_rpc_method_handler(call))
 
@@ -201,8 +208,7 @@ class GrpcServer:
 
     async def _run_stream(
         self,
-        handle: Callable[[T, Send[R]], Awaitable[None]],
-        decode: Callable[[], T],
+        run: Callable[[Send[R]], Awaitable[None]],
         method: Method[Any, R],
         context: _Context,
     ) -> None:
@@ -210,7 +216,7 @@ class GrpcServer:
 
         async def admitted() -> None:
             self._admit(method, context)
-            await handle(decode(), _sender(method.reply, context))
+            await run(_sender(method.reply, context))
 
         stream = start_awaited(admitted())
         self._streams[stream] = None
@@ -224,6 +230,11 @@ class GrpcServer:
         finally:
             del self._streams[stream]
             stream.cancel()
+
+    async def _decoded(self, codec: Codec[Q], context: _Context) -> AsyncIterator[Q]:
+        """Yields the messages of a stream. gRPC's own iterator would keep the last one in a reference cycle."""
+        while (blob := await context.read()) is not grpc.aio.EOF:
+            yield await self._turns.decode(codec, blob)
 
     def _refuse(
         self, context: _Context, method: Method[Any, Any], error: Exception, request_id: str = ""
@@ -240,12 +251,6 @@ class GrpcServer:
             _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
         forget_frames(error)
         refuse(context, refused.reason, refused.sentence[:_MAX_SENTENCE])
-
-
-async def _decoded(codec: Codec[Q], context: _Context) -> AsyncIterator[Q]:
-    """Yields the messages of a stream. gRPC's own iterator would keep the last one in a reference cycle."""
-    while (blob := await context.read()) is not grpc.aio.EOF:
-        yield codec.decode(blob)
 
 
 def _sender(codec: Codec[R], context: _Context) -> Send[R]:

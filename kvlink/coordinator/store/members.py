@@ -11,6 +11,7 @@ from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
 from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 BEATS_PER_LEASE = 4
@@ -104,13 +105,13 @@ class Members:
         return self._deadlines.next()
 
     def expire(self, now: float, late_s: float = 0.0) -> list[WorkerChange]:
-        """Removes the workers that stopped beating.
+        """Removes some workers that stopped beating. `next_deadline` says whether there are more.
 
         A caller that is `late_s` seconds late, because it was paused, may have unread beats in its sockets. Each due
         worker then gets the time of one more beat, once.
         """
         changes = []
-        for worker_id in self._deadlines.due(now):
+        for worker_id in self._deadlines.due(now, MAX_DUE):
             if late_s < self._lease_s * _LATE or worker_id in self._excused:
                 changes.append(self._remove(worker_id))
                 continue

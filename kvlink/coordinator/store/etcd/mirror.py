@@ -17,6 +17,7 @@ from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.keys import Key, Keys
 from kvlink.coordinator.store.etcd.requests import Request, Ticket
+from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import survived
 from kvlink.types import Joined, WorkerCard, WorkerChange
@@ -205,8 +206,8 @@ class Mirror:
             news.orders.append((event.kv.key, order))
 
     def expire(self, now: float) -> list[tuple[str, int]]:
-        """Ends tickets whose time is over. Returns (request id, rank or RECORD) of each key that can be deleted."""
-        over = self.due.due(now)
+        """Ends some tickets whose time is over. Returns (request id, rank or RECORD) of keys that can be deleted."""
+        over = self.due.due(now, MAX_DUE)
         for name, rank in over:
             if rank == RECORD:
                 continue
