@@ -19,6 +19,8 @@ class _State:
     """Whether nobody listened there, or a probe failed, since it last answered."""
     draining: bool = False
     """Whether it gets no new requests, until it was gone and has come back."""
+    began: str = ""
+    """When its process began, as it says itself, or ""."""
 
 
 class Ring:
@@ -69,9 +71,19 @@ class Ring:
         """Returns whether `drain` was called and the server has not been replaced since."""
         return self._states[url].draining
 
-    def drain(self, url: str) -> None:
-        """Lets `choose` leave the server out until it was gone and then answered: it was replaced."""
-        self._states[url].draining = True
+    def drain(self, url: str, began: str = "") -> None:
+        """Lets `choose` leave the server out until it was replaced: it was gone and then answered, or `began` anew."""
+        self._states[url].draining, self._states[url].began = True, began
+
+    def began(self, url: str, when: str) -> None:
+        """Records what a server says about when its process began. Another time than before means another process."""
+        state = self._states[url]
+        state.gone = state.gone or bool(state.began and when and when != state.began)
+        state.began = when or state.began
+
+    def is_last(self, url: str, now_s: float) -> bool:
+        """Returns whether no other server is available."""
+        return not any(self.available(other, now_s) for other in self._states if other != url)
 
     def resume(self, url: str) -> None:
         """Undoes `drain`."""
@@ -91,4 +103,4 @@ class Ring:
     def succeeded(self, url: str) -> None:
         """Records that a request or a probe was answered, which makes the server available, unless it drains."""
         state = self._states[url]
-        self._states[url] = _State(draining=state.draining and not state.gone)
+        self._states[url] = _State(draining=state.draining and not state.gone, began=state.began)

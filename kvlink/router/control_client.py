@@ -31,9 +31,9 @@ class _Connection(http.client.HTTPConnection):
 
 @contextmanager
 def asking(port: int) -> Iterator[Callable[[str, str], list[dict[str, Any]]]]:
-    """Yields a function that sends "drain", "resume" or "servers", and a server, and returns all servers.
+    """Yields a function that sends "drain", "force", "resume" or "servers", and a server, and returns all servers.
 
-    Raises ConfigError if no router listens on `port`, and for a server that the router does not have.
+    Raises ConfigError if no router listens on `port`, and for what the router refuses.
     """
     connection = _Connection(port)
 

@@ -41,7 +41,7 @@ async def listen(sides: Sequence[Upstream], port: int) -> web.AppRunner | None:
     control = _Control(sides)
     app = web.Application(middlewares=[_only_own])
     app.add_routes(
-        [web.get("/servers", control.servers), web.post("/{command:drain|resume}", control.change)]
+        [web.get("/servers", control.servers), web.post("/{command:drain|force|resume}", control.change)]
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
@@ -80,15 +80,21 @@ class _Control:
         )
 
     async def change(self, request: web.Request) -> web.Response:
-        drain = request.match_info["command"] == "drain"
+        command = request.match_info["command"]
         server = (object_in(await request.read()) or {}).get("server", "")
         sides = [side for side in self._sides if server in side.ring.urls]
         if not sides:
             known = ", ".join(url for side in self._sides for url in side.ring.urls)
             return _refused(404, f"the router has no server {server}; it has {known}")
         for side in sides:
-            (side.drain if drain else side.resume)(server)
-            _log.info("%s server %s %s", side.role, server, "drains" if drain else "gets requests again")
+            if command == "drain" and side.ring.is_last(server, time.monotonic()):
+                return _refused(409, f"no other {side.role} server is up; --force drains the last one, too")
+        for side in sides:
+            if command == "resume":
+                side.resume(server)
+            else:
+                await side.drain(server)
+            _log.info("%s server %s: %s", side.role, server, command)
         return await self.servers(request)
 
 

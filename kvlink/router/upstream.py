@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 from aiohttp import (
@@ -32,6 +33,9 @@ BROKEN = (ClientError, OSError, asyncio.TimeoutError)
 
 _PROBE_S = 10.0
 _PROBE_EVERY_S = 2.0
+_DRAINING_EVERY_S = 0.25
+"""No server starts faster than this, so its restart is seen."""
+_START_TIME = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)
 # Computing a long prompt may take minutes and a stream may pause, so only a broken connection ends a request.
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
@@ -59,9 +63,10 @@ class Upstream:
         self._session = session
         self._counts = counts
 
-    def drain(self, url: str) -> None:
+    async def drain(self, url: str) -> None:
         """Sends a server no new requests from now on, and lets those that can move leave it."""
         self.ring.drain(url)
+        self.ring.drain(url, await self._start_time(url))
         self._leaving[url].set()
 
     def resume(self, url: str) -> None:
@@ -179,11 +184,22 @@ class Upstream:
                     alive: bool | None = response.status == 200
             except BROKEN as error:
                 alive = None if own_limit(error) else False
+            if alive and self.ring.draining(url):
+                self.ring.began(url, await self._start_time(url))
             if alive:
                 self.answered(url)
             elif alive is False:
                 self.ring.failed(url, time.monotonic())
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(_DRAINING_EVERY_S if self.ring.draining(url) else _PROBE_EVERY_S)
+
+    async def _start_time(self, url: str) -> str:
+        """Returns when the server's process began, as it says itself, or ""."""
+        with suppress(*BROKEN):
+            get = self._session.get(f"{url}/metrics", timeout=ClientTimeout(_PROBE_S), allow_redirects=False)
+            async with get as response:
+                found = _START_TIME.search(await _whole(response))
+                return found[1].decode() if found else ""
+        return ""
 
 
 async def _whole(response: ClientResponse) -> bytes:

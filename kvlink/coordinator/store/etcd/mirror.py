@@ -23,6 +23,11 @@ from kvlink.runtime.supervised import survived
 from kvlink.types import Joined, WorkerCard, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
+LONGEST_WRITE_S = 10.0
+"""A claim record outlives its tickets by this, because one of them may be offered again in its last moment.
+
+etcd ends a write after 7 s at its default election timeout, and a coordinator after 2.5 s.
+"""
 RECORD = -1
 """This value in place of a rank means the claim record of a request."""
 
@@ -191,7 +196,7 @@ class Mirror:
         elif request.claimed_revision != event.kv.mod_revision:
             request.claimed = StoredRecords.CLAIMED.decode(event.kv.value)
             request.claimed_revision = event.kv.mod_revision
-            self.due.set((name, RECORD), now + request.claimed.ttl_s)
+            self.due.set((name, RECORD), now + request.claimed.ttl_s + LONGEST_WRITE_S)
         for rank, ticket in request.tickets.items():
             self._set_free(name, rank, ticket, request.is_free(ticket))
 
@@ -207,10 +212,15 @@ class Mirror:
 
     def expire(self, now: float) -> list[tuple[str, int]]:
         """Ends some tickets whose time is over. Returns (request id, rank or RECORD) of keys that can be deleted."""
-        over = self.due.due(now, MAX_DUE)
-        for name, rank in over:
+        over = []
+        for name, rank in self.due.due(now, MAX_DUE):
             if rank == RECORD:
+                if self.requests[name].has_claimed_ticket():
+                    self.due.set((name, RECORD), now + LONGEST_WRITE_S)
+                else:
+                    over.append((name, rank))
                 continue
+            over.append((name, rank))
             ticket = self.requests[name].tickets[rank]
             if self.requests[name].is_free(ticket):
                 self._end(name, refusals.expired(ticket.offer))
