@@ -96,7 +96,7 @@ def drain(
 
 
 def _drain_server(server: str, port: int, command: str, notice_s: float, grace_s: float) -> list[Row]:
-    from kvlink.router.control_client import asking
+    from kvlink.router.control_socket import asking
 
     with asking(port) as ask:
         rows = _of(ask(command, server), server)

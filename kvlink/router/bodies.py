@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives the request of each side from the client's request.
+"""Derives the request of each side from the client's request, and says which headers go on.
 
 The handoff is opaque: it is carried and never read, except for whether decode still needs it. No function raises for
 any body that `parsed` returns.
@@ -8,7 +8,9 @@ any body that `parsed` returns.
 from __future__ import annotations
 
 import json
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from multidict import CIMultiDict, MultiMapping
 
 Body: TypeAlias = dict[str, Any]
 
@@ -33,6 +35,19 @@ _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 MOST_PARSED = 64 << 20
 """The bytes of the largest body that is parsed, of a client or of a server."""
 _MOST_LEVELS = 200
+
+REQUEST_ID: Final = "X-Request-Id"
+ENCODING: Final = "Content-Encoding"
+
+_HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+} | {"te", "trailer", "transfer-encoding", "upgrade"}
+# The client of HTTP writes these itself. Servers are asked for plain answers, because the router reads some.
+_OF_THE_CONNECTION = frozenset(("accept-encoding", "content-length", "expect", "host"))
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
@@ -183,3 +198,23 @@ def one_handoff_suffices(body: Body) -> bool:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return not several
+
+
+def end_to_end(headers: MultiMapping[str]) -> CIMultiDict[str]:
+    """Returns the headers that are not about one connection.
+
+    It leaves out what cannot be sent again: values that are not UTF-8.
+    """
+    named = {name.strip().lower() for name in ",".join(headers.getall("Connection", [])).split(",")}
+    dropped = _HOP_BY_HOP | _OF_THE_CONNECTION | named
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in dropped and _is_text(value)
+    )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

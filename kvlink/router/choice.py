@@ -46,22 +46,25 @@ class Ring:
         With `draining`, those that drain are available too.
         """
         urls = self.urls
-        for fits in (self.available, self._is_there):
-            for step in range(len(urls)):
-                url = urls[(self._turn + step) % len(urls)]
-                if url not in tried and fits(url, now_s, draining):
-                    self._turn = (self._turn + step + 1) % len(urls)
-                    return url
+        turns = [(self._turn + step) % len(urls) for step in range(len(urls))]
+        left = [
+            turn for turn in turns if urls[turn] not in tried and (draining or not self.draining(urls[turn]))
+        ]
+        for fits in (lambda state: now_s >= state.away_until_s, lambda state: not state.gone):
+            for turn in left:
+                if fits(self._states[urls[turn]]):
+                    self._turn = (turn + 1) % len(urls)
+                    return urls[turn]
         return None
 
-    def _is_there(self, url: str, now_s: float, draining: bool) -> bool:
-        state = self._states[url]
-        return not state.gone and (draining or not state.draining)
-
-    def available(self, url: str, now_s: float, draining: bool = False) -> bool:
+    def available(self, url: str, now_s: float) -> bool:
         """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""
+        return self.state(url, now_s) == "up"
+
+    def state(self, url: str, now_s: float) -> str:
+        """Returns "up", "away" or "draining"."""
         state = self._states[url]
-        return now_s >= state.away_until_s and (draining or not state.draining)
+        return "draining" if state.draining else "up" if now_s >= state.away_until_s else "away"
 
     def answers(self, url: str) -> bool:
         """Returns whether the last request or probe was answered."""
@@ -72,7 +75,7 @@ class Ring:
         return self._states[url].draining
 
     def drain(self, url: str, began: str = "") -> None:
-        """Lets `choose` leave the server out until it was replaced: it was gone and then answered, or `began` anew."""
+        """Lets `choose` leave the server out until it was replaced: it was gone and then answered, or began later."""
         self._states[url].draining, self._states[url].began = True, began
 
     def began(self, url: str, when: str) -> None:

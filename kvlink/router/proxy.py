@@ -13,11 +13,19 @@ from multidict import CIMultiDict
 
 from kvlink import tracing
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoHandoff, Options
-from kvlink.router.bodies import Body, TooDeep, named_ticket, parsed, without_handoff
+from kvlink.router.answering import Answering, NoHandoff, Options
+from kvlink.router.bodies import (
+    ENCODING,
+    REQUEST_ID,
+    Body,
+    TooDeep,
+    end_to_end,
+    named_ticket,
+    parsed,
+    without_handoff,
+)
 from kvlink.router.continuation import can_continue
 from kvlink.router.counts import Counts
-from kvlink.router.headers import ENCODING, REQUEST_ID, end_to_end
 from kvlink.router.resuming import Resuming
 from kvlink.router.retries import NotServed, OwnLimit, Tries
 from kvlink.router.upstream import Sent, Upstream
@@ -108,7 +116,7 @@ class Proxy:
         if not isinstance(body, dict):
             return replies.error(400, "the request body is not a JSON object")
         answer_as = uuid.uuid4().hex if self._answering.chats is not None else ""
-        asked = Asked(request.path, body, headers, answer_as)
+        asked = Sent(request.path, body, headers, answer_as=answer_as)
         keep, named = self._keeping(asked)
         if self._options.migrate and can_continue(request.path, body):
             resuming = Resuming(self._answering, self._sides[1], self.counts, asked)
@@ -117,7 +125,7 @@ class Proxy:
             _, answer, rest = await self._answering.open_any(stack, asked, Tries(asked.request_id))
             return await replies.passed_on(request, asked.request_id, answer, rest, keep, named)
 
-    def _keeping(self, asked: Asked) -> tuple[replies.Keep | None, Body | None]:
+    def _keeping(self, asked: Sent) -> tuple[replies.Keep | None, Body | None]:
         """Returns what keeps a ticket for the chat's next turn, and the ticket of an answer that carries none."""
         chats = self._answering.chats
         if chats is None or not asked.answer_as:

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from kvlink.router.bodies import HANDOFF, MOST_PARSED, Body, encoded, handoff_of, object_in
-from kvlink.router.headers import end_to_end
+from kvlink.router.bodies import HANDOFF, MOST_PARSED, Body, encoded, end_to_end, handoff_of, object_in
 from kvlink.router.retries import Answer
 from kvlink.router.upstream import BROKEN
 

@@ -17,16 +17,14 @@ from enum import Enum, auto
 from aiohttp import web
 
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoHandoff, Opened
-from kvlink.router.bodies import Body
-from kvlink.router.copying import can_continue_here
+from kvlink.router.answering import Answering, NoHandoff
+from kvlink.router.bodies import ENCODING, Body
 from kvlink.router.counts import Counts
-from kvlink.router.headers import ENCODING
-from kvlink.router.moves import CHECK_S, Move
+from kvlink.router.moves import CHECK_S, Move, can_continue_here
 from kvlink.router.retries import NotServed, Tries
 from kvlink.router.server_events import DONE, ServerEvents, event_of, is_comment, is_done, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
-from kvlink.router.upstream import BROKEN, Upstream
+from kvlink.router.upstream import BROKEN, Opened, Sent, Upstream
 
 _log = logging.getLogger("kvlink.router")
 
@@ -50,7 +48,7 @@ class _End(Enum):
 class Resuming:
     """Streams the answer to one request that `can_continue`."""
 
-    def __init__(self, answering: Answering, decode: Upstream, counts: Counts, asked: Asked) -> None:
+    def __init__(self, answering: Answering, decode: Upstream, counts: Counts, asked: Sent) -> None:
         self._answering = answering
         self._decode = decode
         self._counts = counts
@@ -220,7 +218,7 @@ class Resuming:
             raise BrokenOff(f"a server answered {opened.answer.status}")
         return opened
 
-    def _rest(self) -> Asked:
+    def _rest(self) -> Sent:
         path, body = self._answer.begin_continuation()
         return self._asked._replace(path=path, body=body).named(str(self._number))
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import (
     ClientConnectorError,
@@ -23,7 +23,7 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
-from kvlink.router.bodies import MOST_PARSED, Body, encoded
+from kvlink.router.bodies import MOST_PARSED, REQUEST_ID, encoded
 from kvlink.router.choice import Ring
 from kvlink.router.counts import Counts
 from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final, own_limit
@@ -42,13 +42,34 @@ _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 T = TypeVar("T")
 
 
+class Opened(NamedTuple):
+    """An answer that has begun, and the rest of its body, which may raise one of BROKEN."""
+
+    url: str
+    answer: Answer
+    rest: AsyncIterator[bytes]
+
+
 class Sent(NamedTuple):
-    """A request as a server gets it. A body that is a dict is written as JSON."""
+    """A request to a server. A body that is a dict is written as JSON."""
 
     path: str
-    body: Body | bytes | None
+    body: Any
     headers: Mapping[str, str]
     method: str = "POST"
+    answer_as: str = ""
+    """The name of the answer's ticket, or "" for none."""
+
+    @property
+    def request_id(self) -> str:
+        """Returns the id that all servers get."""
+        return self.headers[REQUEST_ID]
+
+    def named(self, suffix: str) -> Sent:
+        """Returns the same with another id, because a server may get both."""
+        headers = CIMultiDict(self.headers)
+        headers[REQUEST_ID] = f"{self.request_id}-{suffix}"
+        return self._replace(headers=headers)
 
 
 class Upstream:
@@ -122,14 +143,11 @@ class Upstream:
             return Answer(response.status, response.headers, await self._read(url, response, whole=True))
 
     @asynccontextmanager
-    async def stream(self, url: str, sent: Sent) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
-        """Yields an answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
-
-        Leaving the context early closes the connection, upon which the server aborts the request.
-        """
+    async def stream(self, url: str, sent: Sent) -> AsyncIterator[Opened]:
+        """Yields an answer that has begun. Raises NotServed. Leaving the context early aborts the request."""
         async with self._open(url, sent) as response:
             begin = await self._read(url, response, whole=False)
-            yield Answer(response.status, response.headers, begin), response.content.iter_any()
+            yield Opened(url, Answer(response.status, response.headers, begin), response.content.iter_any())
 
     @asynccontextmanager
     async def _open(self, url: str, sent: Sent) -> AsyncIterator[ClientResponse]:

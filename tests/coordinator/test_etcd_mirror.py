@@ -188,7 +188,7 @@ def _put(key: bytes, value: bytes, revision: int) -> pb.Event:
 
 @pytest.mark.parametrize("offered_again_at", [2.5, 15.5, 20.5, 29.5])
 def test_a_record_outlives_a_ticket_that_is_offered_again_late(offered_again_at: float) -> None:
-    """The ticket's last 20 s are counted anew from its second write, which was slow. Nobody else gets it."""
+    """The ticket's last 20 s begin again with its second write, which was slow. Nobody else gets it."""
     layout = Keys("fleet", "")
     mirror = Mirror(layout, Limits())
     offer = make_offer("r", ttl_s=20.0)

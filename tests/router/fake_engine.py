@@ -40,7 +40,7 @@ class FakeEngine:
         """Answers wait for it."""
         self.probes = 0
         self.start_time = ""
-        """What its metrics say about when its process began."""
+        """When its process began, as its metrics say."""
         self.hangs_at_probes = False
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,8 +19,8 @@ from waiting import until
 
 from kvlink.cli.drain import wait
 from kvlink.errors import ConfigError
-from kvlink.router import control_client, control_socket, upstream
-from kvlink.router.control_client import asking
+from kvlink.router import control_socket, upstream
+from kvlink.router.control_socket import asking
 
 Row = dict[str, Any]
 
@@ -121,7 +122,7 @@ async def test_a_server_that_the_router_does_not_have_is_named(place: Place) -> 
 
 async def test_other_users_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_not_own(_: socket.socket) -> bool:
-        return False
+        return threading.current_thread() is not threading.main_thread()  # where the client is
 
     monkeypatch.setattr(control_socket, "is_own", is_not_own)
     with pytest.raises(ConfigError, match="only the user of the router and root"):
@@ -132,7 +133,7 @@ def test_an_impostor_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
         impostor.bind(control_socket.socket_name(1))
         impostor.listen()
-        monkeypatch.setattr(control_client, "is_own", lambda _: False)
+        monkeypatch.setattr(control_socket, "is_own", lambda _: False)
         with asking(1) as send, pytest.raises(Exception, match="another user's process"):
             send("drain", "http://a")
 
