@@ -77,6 +77,6 @@ class Limits:
     prefixes: int = 65_536
     """Counts the prefixes in the directory, of all tenants. The oldest is forgotten for a further one."""
     prefix_bytes: int = 256 << 20
-    """Bounds the memory of the directory. A prefix of 64k tokens, with a key for each 16, takes 36 KiB beside its tickets."""
+    """Bounds the memory of the directory. A prefix of 64k tokens, in blocks of 16, takes 36 KiB and its tickets."""
     remembered_requests: int = 16_384
     """Counts remembered requests that ended. A repeated claim gets the same tickets, or at once the reason for none."""

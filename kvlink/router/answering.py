@@ -65,10 +65,9 @@ class Answering:
         draining: bool = False,
         first: str = "",
     ) -> Opened:
-        """Returns the answer of the first decode server that begins one. Raises NotServed and NoHandoff.
+        """Returns the answer of the first decode server that begins one, as `Upstream.first`. Raises NoHandoff, too.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
-        The other parameters are those of Upstream.first.
         """
         handoff, is_known = None, False
 
@@ -116,8 +115,7 @@ class Answering:
     async def _following(self, url: str, asked: Sent, tries: Tries) -> AsyncIterator[Opened | Body | None]:
         """Asks both sides at once, so that decode pulls blocks while prefill computes. Yields decode's answer.
 
-        It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both
-        requests. Raises what `_hand_off` raises, and decode's NotServed.
+        It yields the handoff if decode cannot follow. Leaving the context ends both requests.
         """
         stream = uuid.uuid4().hex
         body = bodies.following_body(asked.body, stream, asked.headers.get(HEADER, ""))

@@ -51,10 +51,9 @@ _OF_THE_CONNECTION = frozenset(("accept-encoding", "content-length", "expect", "
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
-    """Returns the request that computes the prompt and one token, and keeps the blocks for a handoff.
+    """Returns the request that computes the prompt and one token, which decode computes again, and keeps the blocks.
 
-    Decode computes the token again. `stream` is a name under which decode may follow while prefill computes. `ticket`
-    is that of the chat's last answer, which prefill may pull from decode.
+    Decode may follow under the name `stream`. `ticket` is that of the chat's last answer, which prefill may pull.
     """
     asked = _without(body, _ONLY_FOR_DECODE)
     handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | (ticket or {}) | _ASK | _ours(stream, traceparent)}
@@ -87,10 +86,7 @@ def decode_body(body: Body, handoff: Body | None) -> Body:
 
 
 def asking_for_a_ticket(body: Body, answer_as: str) -> Body:
-    """Returns decode's request with parameters for the cache, even if it has no handoff: only then it has a ticket.
-
-    A streamed answer does not carry the ticket. Servers with a coordinator offer it there, under the name `answer_as`.
-    """
+    """Returns decode's request, whose answer has a ticket, or offers it under this name where it is streamed."""
     params = body.get(HANDOFF) or {"do_remote_prefill": False, "do_remote_decode": False}
     return body | {HANDOFF: params | {_ANSWER_AS: answer_as}}
 
@@ -201,10 +197,7 @@ def one_handoff_suffices(body: Body) -> bool:
 
 
 def end_to_end(headers: MultiMapping[str]) -> CIMultiDict[str]:
-    """Returns the headers that are not about one connection.
-
-    It leaves out what cannot be sent again: values that are not UTF-8.
-    """
+    """Returns the headers that are not about one connection, and that can be sent again, as they are UTF-8."""
     named = {name.strip().lower() for name in ",".join(headers.getall("Connection", [])).split(",")}
     dropped = _HOP_BY_HOP | _OF_THE_CONNECTION | named
     return CIMultiDict(

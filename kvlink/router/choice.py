@@ -27,17 +27,9 @@ class Ring:
     """The servers of one role, by URL. Not thread-safe."""
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._states = {url: _State() for url in urls}
+        self.urls = list(dict.fromkeys(urls))
+        self._states = {url: _State() for url in self.urls}
         self._turn = 0
-
-    def __repr__(self) -> str:
-        states = (f"{url} failed {state.failures}×" for url, state in self._states.items())
-        return f"Ring({', '.join(states)})"
-
-    @property
-    def urls(self) -> list[str]:
-        """Returns all servers, whatever their state."""
-        return list(self._states)
 
     def choose(self, now_s: float, tried: Collection[str] = (), draining: bool = False) -> str | None:
         """Returns the next available server that is not in `tried`, or None. The following call starts after it.
@@ -93,10 +85,7 @@ class Ring:
         self._states[url].draining = False
 
     def failed(self, url: str, now_s: float, gone: bool = True) -> None:
-        """Records that a request or a probe failed. The back-off doubles with each consecutive failure.
-
-        `gone` says that the server itself was not there, so that the next one there may be another.
-        """
+        """Records that a request or a probe failed, and with `gone` that the server itself was not there."""
         state = self._states[url]
         state.gone = state.gone or gone
         back_off_s = min(FIRST_BACK_OFF_S * 2**state.failures, MOST_BACK_OFF_S)

@@ -110,10 +110,7 @@ class Move:
 async def copy_ahead(
     servers: Upstream, source: str, target: str, answer: StreamedAnswer, headers: Mapping[str, str]
 ) -> bool:
-    """Copies until `target` lacks few tokens. Returns False if one of the servers does not take part.
-
-    Raises NotServed.
-    """
+    """Copies until `target` lacks few tokens. Returns False if a server does not take part. Raises NotServed."""
     for _ in range(_MOST_COPIES):
         before = answer.num_tokens
         path, body = answer.continuation()
@@ -132,10 +129,9 @@ async def copy_ahead(
 async def can_continue_here(
     servers: Upstream, url: str, answer: StreamedAnswer, headers: Mapping[str, str]
 ) -> bool:
-    """Returns whether the server can continue exactly after the text that the client has. It asks for what is unknown.
+    """Returns whether the server can continue exactly after the client's text, and asks it. Raises NotServed.
 
-    The client's text may end within that of the last tokens, which are then left out and computed again. Raises
-    NotServed.
+    The text may end within that of the last tokens, which are then left out and computed again.
     """
     if answer.needs_limit:
         answer.model_limit = await _model_limit(servers, url, headers)

@@ -25,7 +25,6 @@ from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.router")
 
-_MOST_BODY_BYTES = MOST_PARSED  # long prompts as token ids, or images in a chat
 _END_S = 5.0
 _USUAL = Options()
 
@@ -59,10 +58,7 @@ async def routing(
     options: Options = _USUAL,
     control: bool = False,
 ) -> AsyncIterator[str]:
-    """Routes between servers, given by their base URLs, and yields its own URL.
-
-    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn.
-    """
+    """Routes between servers, given by their base URLs, and yields its own URL. `control` is for `kvlink drain`."""
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
     # looks like a server that died with it. No client gets another one's cookies, and nothing is inflated.
     async with ClientSession(
@@ -78,8 +74,12 @@ async def routing(
             Upstream("prefill", Ring(prefill), session, counts),
             Upstream("decode", Ring(decode), session, counts),
         )
+        proxy = Proxy(*sides, counts, options)
+        app = web.Application(client_max_size=MOST_PARSED)
+        app.add_routes([web.get("/health", proxy.health), web.get("/metrics", proxy.metrics)])
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
         runner = web.AppRunner(
-            _application(Proxy(*sides, counts, options)),
+            app,
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             auto_decompress=False,
@@ -102,18 +102,6 @@ async def routing(
             await runner.cleanup()
             if controlled is not None:
                 await controlled.cleanup()
-
-
-def _application(proxy: Proxy) -> web.Application:
-    app = web.Application(client_max_size=_MOST_BODY_BYTES)
-    app.add_routes(
-        [
-            web.get("/health", proxy.health),
-            web.get("/metrics", proxy.metrics),
-            web.route("*", "/{path:.*}", proxy.handle),
-        ]
-    )
-    return app
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> str:

@@ -117,9 +117,9 @@ class Upstream:
         draining: bool = False,
         first: str = "",
     ) -> T:
-        """Returns what `ask` returns for the first server that serves, `first` before all others.
+        """Returns what `ask` returns for the first server that serves, beginning with `first`. Raises NotServed.
 
-        Servers in `without` are not asked, and those that drain only with `draining`. Raises the last NotServed.
+        Servers in `without` are not asked, and those that drain only with `draining`.
         """
         tried = list(without)
         while tries.may_ask(self.role):
@@ -175,7 +175,10 @@ class Upstream:
         """Returns the body, or its first part if not `whole`. Only then has the server begun to answer."""
         status = response.status
         try:
-            body = await (_whole(response) if whole or not is_final(status) else response.content.readany())
+            whole, content = whole or not is_final(status), response.content
+            body = await (gathered(content.iter_any()) if whole else content.readany())
+            if whole and len(body) > MOST_PARSED:
+                raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
         except BROKEN as error:
             raise self._gone(url, error, untouched=False) from error
         if status >= 500:
@@ -215,15 +218,16 @@ class Upstream:
         with suppress(*BROKEN):
             get = self._session.get(f"{url}/metrics", timeout=ClientTimeout(_PROBE_S), allow_redirects=False)
             async with get as response:
-                found = _START_TIME.search(await _whole(response))
+                found = _START_TIME.search(await gathered(response.content.iter_any()))
                 return found[1].decode() if found else ""
         return ""
 
 
-async def _whole(response: ClientResponse) -> bytes:
-    body = bytearray()
-    async for piece in response.content.iter_any():
+async def gathered(pieces: AsyncIterator[bytes], begin: bytes = b"") -> bytes:
+    """Returns the whole of a body, or a part of a larger one that exceeds MOST_PARSED."""
+    body = bytearray(begin)
+    async for piece in pieces:
         body += piece
         if len(body) > MOST_PARSED:
-            raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
+            break
     return bytes(body)

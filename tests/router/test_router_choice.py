@@ -94,12 +94,6 @@ def test_draining_can_be_undone() -> None:
     assert ring.choose(0) == URLS[0]
 
 
-def test_the_state_is_said_in_words() -> None:
-    ring = Ring(URLS[:2])
-    ring.failed("http://a", 0)
-    assert repr(ring) == "Ring(http://a failed 1×, http://b failed 0×)"
-
-
 def test_prefill_computes_one_token_and_keeps_its_blocks() -> None:
     asked = prefill_body(CLIENTS)
     assert (asked["max_tokens"], asked["max_completion_tokens"], asked["stream"]) == (1, 1, False)
