@@ -9,9 +9,7 @@ MAX_LINKS = 32
 MAX_REASONS = 32
 MAX_REASON_BYTES = 64
 MAX_VIEWS = 1_000
-SENT_VIEWS = 400
-"""Building so many takes some milliseconds. Coordinators of older releases send MAX_VIEWS."""
-MAX_VIEWED_LINKS = 400
+MAX_VIEWED_LINKS = 2_000
 """Bounds the links, and the failures, of all views together, but for one of each worker."""
 
 

@@ -8,12 +8,12 @@ import contextlib
 import logging
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvlink import __version__
-from kvlink.control.codec import CARD
+from kvlink.control.codec import CARD, write_view
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
@@ -54,9 +54,10 @@ from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
+S = TypeVar("S", bound=Sequence[Any])
 
 DEFAULT_PORT = 7400
-_CARDS_AT_ONCE = 64
+_AT_ONCE = 64
 _CLOSE_GRACE_S = 0.5
 """A closing coordinator waits this long for replies that are being sent."""
 
@@ -195,14 +196,14 @@ class Coordinator:
         return Nothing()
 
     async def _list_workers(self, _: Nothing) -> list[WorkerCard]:
-        return await _sealed(await self._store.workers())
+        return await _prepared(CARD.encode, await self._store.workers())
 
     async def _watch_workers(self, watch: Watch, send: Send[WorkerChanges]) -> None:
         with contextlib.closing(await self._store.watch()) as feed:
             self.counts.feeds.add(feed)
             try:
                 first = watch.sees(await anext(feed))
-                await _sealed([change.card for change in first])
+                await _prepared(CARD.encode, [change.card for change in first])
                 await send(first)
                 async for changes in merged(feed):
                     if seen := watch.sees(changes):
@@ -254,17 +255,17 @@ class Coordinator:
     async def overview(self) -> Overview:
         """Returns the overview of the workers that `status` counts, and the calls if the caller sees all tenants."""
         views = self._reports.views(await by_tenant(self._store))
-        await asyncio.sleep(0)
+        await _prepared(write_view, views)
         return self.counts.overview(views) if caller().sees_all else Overview(views)
 
 
-async def _sealed(cards: list[WorkerCard]) -> list[WorkerCard]:
-    """Encodes cards, some at a time, so that a reply with all of them is made of what the codec remembers."""
-    for number, card in enumerate(cards):
-        if number % _CARDS_AT_ONCE == 0:
+async def _prepared(write: Callable[[T], object], values: S) -> S:
+    """Encodes values, some at a time, so that a reply with all of them is made of what the codec remembers."""
+    for number, value in enumerate(values):
+        if number % _AT_ONCE == 0:
             await asyncio.sleep(0)
-        CARD.encode(card)
-    return cards
+        write(value)
+    return values
 
 
 def _without_passwords(store: str) -> str:

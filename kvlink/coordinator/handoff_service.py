@@ -80,7 +80,8 @@ class HandoffServer:
         async for batch in batches:
             for part in _parts(batch):
                 await self._execute(part)
-                await asyncio.sleep(0)
+                if part is not batch:
+                    await asyncio.sleep(0)
             await self._send_results()
         if self._waiting:
             await asyncio.wait(self._waiting)

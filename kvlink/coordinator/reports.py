@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from kvlink.control.now import now
-from kvlink.control.overview import MAX_LINKS, MAX_VIEWED_LINKS, SENT_VIEWS, Beat, WorkerReport, WorkerView
+from kvlink.control.overview import MAX_LINKS, MAX_VIEWED_LINKS, MAX_VIEWS, Beat, WorkerReport, WorkerView
 from kvlink.types import WorkerCard
 
 
@@ -41,9 +41,9 @@ class Reports:
         self._latest.pop((tenant, worker_id, epoch), None)
 
     def views(self, joined: Mapping[str, Collection[WorkerCard]]) -> tuple[WorkerView, ...]:
-        """Returns views of the first SENT_VIEWS joined workers, ordered by tenant and name."""
+        """Returns views of the first MAX_VIEWS joined workers, ordered by tenant and name."""
         everyone = [(tenant, card) for tenant, cards in joined.items() for card in cards]
-        shown = sorted(everyone, key=_name)[:SENT_VIEWS]
+        shown = sorted(everyone, key=_name)[:MAX_VIEWS]
         num_rows = min(MAX_LINKS, max(1, MAX_VIEWED_LINKS // max(len(shown), 1)))
         return tuple(self._view(tenant, card, num_rows) for tenant, card in shown)
 
