@@ -8,14 +8,14 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvlink.router import bodies
 from kvlink.router.bodies import REQUEST_ID, Body, asking_for_a_ticket, decode_body, one_handoff_suffices
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
 from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final
-from kvlink.router.upstream import Opened, Sent, Upstream
+from kvlink.router.upstream import Opened, Sent, Upstream, ended
 from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
 
@@ -122,9 +122,9 @@ class Answering:
         async with AsyncExitStack() as stack:
             opened = await stack.enter_async_context(AsyncExitStack())
             prefilling = start_awaited(self._hand_off(asked, tries, stream))
-            stack.push_async_callback(_end, prefilling)
+            stack.push_async_callback(ended, prefilling)
             answering = start_awaited(self.open_at(opened, url, asked._replace(body=body)))
-            stack.push_async_callback(_end, answering)
+            stack.push_async_callback(ended, answering)
             await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and not bodies.announced(await prefilling, stream):
                 yield prefilling.result()
@@ -168,8 +168,3 @@ class Answering:
         if not handoff:
             _log.warning("prefill gave no handoff, decode computes it request=%s", headers[REQUEST_ID])
         return handoff
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -8,6 +8,7 @@ any body that `parsed` returns.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final, TypeAlias
 
 from multidict import CIMultiDict, MultiMapping
@@ -25,7 +26,7 @@ _STREAMS_FROM = "kvlink_streams_from"
 """The tokens of the shortest prompt that a prefill server announces, in its answer to a shorter one."""
 _TRACEPARENT = "kvlink_traceparent"
 """The header of that name, for servers that do not pass headers to the engine."""
-_ANSWER_AS, _ANSWER_OF = "kvlink_answer_as", "kvlink_answer_of"
+_ANSWER_AS, ANSWER_OF = "kvlink_answer_as", "kvlink_answer_of"
 _CHARACTERS_A_TOKEN = 4
 _SAMPLING = "sampling_params"
 """The parameters in a request of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
@@ -35,19 +36,16 @@ _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 MOST_PARSED = 64 << 20
 """The bytes of the largest body that is parsed, of a client or of a server."""
 _MOST_LEVELS = 200
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 REQUEST_ID: Final = "X-Request-Id"
 ENCODING: Final = "Content-Encoding"
 
-_HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-} | {"te", "trailer", "transfer-encoding", "upgrade"}
-# The client of HTTP writes these itself. Servers are asked for plain answers, because the router reads some.
-_OF_THE_CONNECTION = frozenset(("accept-encoding", "content-length", "expect", "host"))
+_OF_ONE_CONNECTION = frozenset(
+    {"accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate"}
+    | {"proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that do not go on. The client of HTTP writes some itself, and asks servers for plain answers."""
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
@@ -89,11 +87,6 @@ def asking_for_a_ticket(body: Body, answer_as: str) -> Body:
     """Returns decode's request, whose answer has a ticket, or offers it under this name where it is streamed."""
     params = body.get(HANDOFF) or {"do_remote_prefill": False, "do_remote_decode": False}
     return body | {HANDOFF: params | {_ANSWER_AS: answer_as}}
-
-
-def named_ticket(answer_as: str) -> Body:
-    """Returns what prefill gets in place of a ticket that decode offers under this name."""
-    return {_ANSWER_OF: answer_as}
 
 
 class TooDeep(ValueError):
@@ -199,15 +192,6 @@ def one_handoff_suffices(body: Body) -> bool:
 def end_to_end(headers: MultiMapping[str]) -> CIMultiDict[str]:
     """Returns the headers that are not about one connection, and that can be sent again, as they are UTF-8."""
     named = {name.strip().lower() for name in ",".join(headers.getall("Connection", [])).split(",")}
-    dropped = _HOP_BY_HOP | _OF_THE_CONNECTION | named
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in dropped and _is_text(value)
-    )
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    dropped = _OF_ONE_CONNECTION | named
+    passed = ((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    return CIMultiDict((name, value) for name, value in passed if not _SURROGATES.search(value))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which streamed answers another server can continue, and derives the request that does so. Does no I/O.
 
-The request has the tokens of the prompt and of the answer so far as its prompt. A request is continued only if each of
-its parameters means the same after some tokens as before the first one.
+Its prompt has all tokens so far. So each of its parameters must mean the same after some tokens as before the first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets a user of this host drain servers, by an abstract Unix socket that is named by the port of the router.
 
-The kernel says who is at the other end, so neither side trusts a name or a token: only the user of the router and root
-are answered.
+The kernel names the user at the other end: both sides believe only the user of the router and root.
 """
 
 from __future__ import annotations

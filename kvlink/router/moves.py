@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 
 from kvlink.router.bodies import Body, decode_body, handoff_of, object_in, prefill_body
 from kvlink.router.counts import Counts
 from kvlink.router.retries import Answer, NotServed
 from kvlink.router.streamed_answer import StreamedAnswer
-from kvlink.router.upstream import Sent, Upstream
+from kvlink.router.upstream import Sent, Upstream, ended
 from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.router")
@@ -28,7 +29,6 @@ CHECK_S = 3.0
 """The longest wait for what a server is asked before it continues."""
 _MOST_CHECKS = 8
 """The events after which the target is asked in vain before the answer stays."""
-
 _MOST_COPIES = 3
 _FEW_TOKENS = 256
 """The tokens that come during a copy and are computed again instead of copied, which takes about one step."""
@@ -57,19 +57,18 @@ class Move:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._preparing.cancel()
-        await asyncio.gather(self._preparing, return_exceptions=True)
+        await ended(self._preparing)
 
     async def can_begin(self) -> bool:
         """Returns whether the target can continue after the last event. It may be asked for what is not known."""
-        if not self._servers.ring.draining(self._source):
-            self._begin_again()
-            return False
-        try:
+        can: bool | None = None
+        if self._servers.ring.draining(self._source):
             checking = can_continue_here(self._servers, self.target, self._answer, self._headers)
-            can = await asyncio.wait_for(checking, CHECK_S)
-        except (NotServed, asyncio.TimeoutError):
-            self._begin_again()
+            with suppress(NotServed, asyncio.TimeoutError):
+                can = await asyncio.wait_for(checking, CHECK_S)
+        if can is None:
+            self.target = ""
+            self._preparing = start_loop("router move", partial(self._prepare, _AGAIN_S))
             return False
         self._checks_left -= not can
         if not self._checks_left:
@@ -77,20 +76,15 @@ class Move:
             self._counts["not_moved"] += 1
         return can
 
-    def _begin_again(self) -> None:
-        self.target = ""
-        self._preparing = start_loop("router move", partial(self._prepare, _AGAIN_S))
-
     async def _prepare(self, delay_s: float = 0.0) -> None:
         await asyncio.sleep(delay_s)
         is_counted = False
-        while not self.target:
-            await self._servers.leaves(self._source)
-            if await self._copied():
-                return
+        await self._servers.leaves(self._source)
+        while not await self._copied():
             self._counts["not_moved"] += not is_counted
             is_counted = True
             await asyncio.sleep(_AGAIN_S)
+            await self._servers.leaves(self._source)
 
     async def _copied(self) -> bool:
         target = self._servers.ring.choose(time.monotonic(), [self._source])
@@ -99,9 +93,8 @@ class Move:
         try:
             copied = await copy_ahead(self._servers, self._source, target, self._answer, self._headers)
         except NotServed as error:
-            _log.warning(
-                "an answer stays request=%s server=%s error=%s", self.request_id, self._source, error
-            )
+            about = "an answer stays request=%s server=%s error=%s"
+            _log.warning(about, self.request_id, self._source, error)
             return False
         self.target = target if copied else ""
         return copied

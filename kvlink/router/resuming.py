@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from enum import Enum, auto
+from enum import Enum
 
 from aiohttp import web
 
@@ -36,12 +36,8 @@ _CHECK_AFTER_S = 5.0
 """After this time without an event, the router looks whether the server still answers probes."""
 
 
-class _End(Enum):
-    """Why no more of a server's answer is passed on."""
-
-    COMPLETE = auto()
-    BROKEN = auto()
-    MOVES = auto()
+_End = Enum("_End", ["COMPLETE", "BROKEN", "MOVES"])
+"""Why no more of a server's answer is passed on."""
 
 
 class Resuming:

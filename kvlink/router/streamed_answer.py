@@ -31,6 +31,7 @@ class StreamedAnswer:
     def __init__(self, path: str, body: Body) -> None:
         self._path = path
         self._body = body
+        self.model = body.get("model")
         self._names: Body = {}
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
@@ -53,11 +54,6 @@ class StreamedAnswer:
         self.error: Body | None = None
         """The event in which a server said that it does not finish, until another one goes on."""
         self._is_refused = False
-
-    @property
-    def model(self) -> str | None:
-        """Returns the model that the client named."""
-        return self._body.get("model")
 
     @property
     def num_tokens(self) -> int:

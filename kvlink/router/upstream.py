@@ -231,3 +231,9 @@ async def gathered(pieces: AsyncIterator[bytes], begin: bytes = b"") -> bytes:
         if len(body) > MOST_PARSED:
             break
     return bytes(body)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
