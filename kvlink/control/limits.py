@@ -65,6 +65,10 @@ class Limits:
     """Bounds what one coordinator holds. Calls beyond a bound are refused with RESOURCE_EXHAUSTED."""
 
     workers: int = 10_000
+    card_bytes: int = 1 << 30
+    """Bounds what the cards of all workers take here. One with 160 planes takes 60 KiB."""
+    tickets: int = 1 << 19
+    """Bounds the tickets of all workers, each of which takes 1 KiB beside its bytes."""
     tickets_per_worker: int = 65_536
     """Counts tickets that are offered and neither fully claimed nor expired."""
     ticket_bytes: int = 1 << 30

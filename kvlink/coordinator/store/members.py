@@ -30,6 +30,13 @@ def grant(last: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
     return max(last.epoch + 1, card.epoch)
 
 
+def num_bytes(card: WorkerCard) -> int:
+    """Returns the most that a card takes in memory, and its worker beside it."""
+    keys = [key for transport in card.transports for key in transport.pool_keys]
+    planes = sum(len(layout.planes) for layout in card.layouts)
+    return 16_384 + 256 * (planes + len(card.region_bytes) + len(keys)) + sum(map(len, keys))
+
+
 class Members:
     """Keeps the joined workers, and the last epochs of a bounded number of workers that are gone."""
 
@@ -37,6 +44,7 @@ class Members:
         self._lease_s = lease_s
         self._limits = limits
         self._cards: dict[str, WorkerCard] = {}
+        self.card_bytes = 0
         self._deadlines: Deadlines[str] = Deadlines()
         self._excused: set[str] = set()
         self._incarnations: OrderedDict[str, Incarnation] = OrderedDict()
@@ -48,9 +56,13 @@ class Members:
         """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
             raise refusals.too_many_workers(len(self._cards))
+        before = self._cards.get(card.worker_id)
+        card_bytes = self.card_bytes + num_bytes(card) - (num_bytes(before) if before else 0)
+        if card_bytes > self._limits.card_bytes:
+            raise refusals.too_large_cards(card, self._limits.card_bytes)
         epoch = grant(self._incarnations.get(card.worker_id), card, rejoin)
         card = replace(card, epoch=epoch)
-        before = self._cards.get(card.worker_id)
+        self.card_bytes = card_bytes
         self._cards[card.worker_id] = card
         self._renew(card.worker_id, now)
         self._remember(card)
@@ -122,4 +134,6 @@ class Members:
     def _remove(self, worker_id: str) -> WorkerChange:
         self._deadlines.discard(worker_id)
         self._excused.discard(worker_id)
-        return WorkerChange(Joined.DOWN, self._cards.pop(worker_id))
+        card = self._cards.pop(worker_id)
+        self.card_bytes -= num_bytes(card)
+        return WorkerChange(Joined.DOWN, card)

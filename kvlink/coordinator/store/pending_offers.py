@@ -98,6 +98,8 @@ class PendingOffers(Generic[W]):
         if len(owned) >= self._limits.tickets_per_worker and key not in owned:
             raise refusals.too_many_tickets(worker_id, len(owned))
         before = request.ranks.get(rank)
+        if before is None and len(self._tickets) >= self._limits.tickets:
+            raise refusals.too_many_tickets_in_all(self._limits.tickets)
         ticket_bytes = self._ticket_bytes + len(ticket) - (len(before.ticket) if before else 0)
         if ticket_bytes > self._limits.ticket_bytes:
             raise refusals.too_many_bytes(worker_id, self._limits.ticket_bytes)

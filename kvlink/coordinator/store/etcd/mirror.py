@@ -17,6 +17,7 @@ from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.keys import Key, Keys
 from kvlink.coordinator.store.etcd.requests import Request, Ticket
+from kvlink.coordinator.store.members import num_bytes
 from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import survived
@@ -65,7 +66,7 @@ class Mirror:
         self.due: Deadlines[tuple[str, int]] = Deadlines()
         self._free: dict[str, set[tuple[str, int]]] = {}
         self._ended: OrderedDict[str, Refused] = OrderedDict()
-        self.num_free = 0
+        self.num_free = self.card_bytes = 0
         self.num_expired = 0
         self.num_lost = 0
 
@@ -155,10 +156,12 @@ class Mirror:
         if event.type == pb.Event.DELETE:
             if before is not None:
                 del self.members[worker_id]
+                self.card_bytes -= num_bytes(before.card)
                 self.num_lost += not self._has_left(worker_id)
                 news.workers.append(WorkerChange(Joined.DOWN, before.card))
             return
         card = StoredRecords.CARD.decode(event.kv.value)
+        self.card_bytes += num_bytes(card) - (num_bytes(before.card) if before is not None else 0)
         self.members[worker_id] = Member(card, event.kv.lease, event.kv.mod_revision)
         if before is not None and before.card.epoch != card.epoch:
             news.workers.append(WorkerChange(Joined.DOWN, before.card))

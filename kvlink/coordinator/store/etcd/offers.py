@@ -91,6 +91,8 @@ class EtcdOffers:
         count = self._mirror.num_free_of(offer.worker_id)
         if count >= self._limits.tickets_per_worker:
             raise refusals.too_many_tickets(offer.worker_id, count)
+        if self._mirror.num_free >= self._limits.tickets:
+            raise refusals.too_many_tickets_in_all(self._limits.tickets)
 
     def _read(self, kv: pb.KeyValue, offer: Offer) -> _Stored:
         request = self._mirror.requests.get(offer.request_id)
