@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
 
-_BYTES_OF_COPY, _BYTES_OF_PART, _BYTES_OF_PLACE = 3_072, 512, 512
+_BYTES_OF_COPY, _BYTES_OF_PART, _BYTES_OF_PLACE = 2_048, 512, 384
 """The most that a copy takes beside its keys, a rank beside its ticket, and a copy's place in a node.
 
 Tests compare the sum with Python's."""

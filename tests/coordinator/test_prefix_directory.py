@@ -7,6 +7,7 @@ import gc
 import tracemalloc
 from array import array
 
+import pytest
 from coordinator.chains import SCOPE, STEP, prefix, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,14 +195,35 @@ def _many(number: int, shared: int, by: int) -> list[Prefix]:
     return published
 
 
-def test_it_takes_no_more_memory_than_it_counts() -> None:
-    for shared, by in ((0, 1), (500, 2), (250, 3), (500, 40)):
-        published = _many(40, shared, by)
-        gc.collect()
-        tracemalloc.start()
-        directory = PrefixDirectory()
-        for number, each in enumerate(published):
-            directory.publish(f"worker-{number}", 1, each, 0.0)
-        measured = tracemalloc.get_traced_memory()[0] + 40 * 3_000  # the tickets were there before
-        tracemalloc.stop()
-        assert measured < directory.num_bytes < 5 * measured, (shared, measured, directory.num_bytes)
+def _shapes() -> dict[str, list[Prefix]]:
+    one = _many(1, 0, 1)[0]
+    return {
+        **{f"{shared} keys of {by} in common": _many(40, shared, by) for shared, by in SHARED},
+        "each longer than the last": [
+            one._replace(request_id=str(n), keys=one.keys[: 8 * n]) for n in range(1, 200)
+        ],
+        "each of its own scope": [
+            one._replace(request_id=str(n), scope=n.to_bytes(16, "big"), keys=one.keys[:8])
+            for n in range(200)
+        ],
+        "none with a key in common": [
+            one._replace(request_id=str(n), keys=one.keys[8 * n :]) for n in range(400)
+        ],
+    }
+
+
+SHARED = ((0, 1), (500, 2), (250, 3), (500, 40))
+
+
+@pytest.mark.parametrize("shape", _shapes())
+def test_it_takes_no_more_memory_than_it_counts(shape: str) -> None:
+    published = [prefix._replace(ticket=b"ticket") for prefix in _shapes()[shape]]
+    gc.collect()
+    tracemalloc.start()
+    directory = PrefixDirectory()
+    for number, each in enumerate(published):
+        directory.publish(f"worker-{number}", 1, each, 0.0)
+    before = sum(len(each.keys) + len(each.ticket) for each in published)  # there before
+    measured = tracemalloc.get_traced_memory()[0] + before
+    tracemalloc.stop()
+    assert measured < directory.num_bytes < 5 * measured
