@@ -16,10 +16,11 @@ import grpc
 import grpc.aio
 import pytest
 from control.cards import make_card, make_layout, make_offer
+from control.fake_etcd import FakeEtcd
 from control.stepping import Steps, counted
 
 from kvlink.control import Limits, WorkerAgent
-from kvlink.control.codec import AgentCalls, Method
+from kvlink.control.codec import AgentCalls, Method, StoredRecords
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.overview import MAX_LINKS, MAX_REASONS, Beat, FailureCount, LinkReport, WorkerReport
 from kvlink.control.prefix_values import Prefix, PrefixChanges, PrefixQuery
@@ -35,9 +36,14 @@ from kvlink.control.values import (
     WorkerEpoch,
 )
 from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store.etcd.api import Etcd
+from kvlink.coordinator.store.etcd.keys import Keys
+from kvlink.coordinator.store.etcd.mirror import Mirror, News
+from kvlink.coordinator.store.etcd.sync import Sync
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.layout import Plane
 from kvlink.types import TransportCard, WorkerCard
+from kvlink.v1 import etcd_pb2 as pb
 
 MOST = 500_000
 MANY = 8_192
@@ -336,6 +342,24 @@ async def workers_that_die_together(state: State) -> None:
     await state.join(*crowd())
     await state.offer_all(MANY)
     await state.passes(60.0)
+
+
+async def a_worker_on_etcd_that_ends(state: State) -> None:
+    """etcd deletes its keys in one revision, which the mirror gets in one message."""
+    layout, now = Keys("fleet"), 0.0
+    mirror = Mirror(layout, state.limits)
+    kvs = {layout.worker("prefill"): StoredRecords.CARD.encode(make_card())}
+    kvs |= {layout.ticket(f"r{n}", 0): StoredRecords.OFFER.encode(make_offer(f"r{n}")) for n in range(MANY)}
+    put = [pb.Event(kv=pb.KeyValue(key=key, value=value, mod_revision=1)) for key, value in kvs.items()]
+    gone = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key, mod_revision=2)) for key in reversed(kvs)]
+    news: list[News] = []
+    sync = Sync(Etcd("127.0.0.1:1", FakeEtcd()), layout, mirror, news.append, lambda: False, lambda: now)
+    for revision in (put, gone):
+        with counted(state.steps):
+            await asyncio.create_task(sync._take([revision]))
+    whys = {mirror.why_ended(f"r{n}").sentence.partition(": ")[2] for n in range(MANY)}  # type: ignore[union-attr]
+    assert whys == {"worker 'prefill' stopped beating; recompute it"}, "workers come first"
+    assert (mirror.members, mirror.requests, len(mirror.due)) == ({}, {}, 0)
 
 
 async def an_agents_calls(state: State) -> None:

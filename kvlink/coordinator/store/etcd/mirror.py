@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ etcd ends a write after 7 s at its default election timeout, and a coordinator a
 """
 RECORD = -1
 """This value in place of a rank means the claim record of a request."""
+
+_ORDER = (keys.EPOCHS, keys.WORKERS, keys.TICKETS, keys.CLAIMS, keys.SETTLES)
 
 _log = logging.getLogger("kvlink.control")
 
@@ -71,11 +74,34 @@ class Mirror:
         self.num_lost = 0
 
     def replace_all(self, kvs: list[pb.KeyValue], now: float) -> News:
-        """Replaces the state by a complete listing. Known keys that are not in it count as deleted."""
+        """Replaces the state by a complete listing in one go."""
+        return self.apply(self.changes_to(kvs), now)
+
+    def changes_to(self, kvs: list[pb.KeyValue]) -> list[pb.Event]:
+        """Returns what leads to a complete listing. Known keys that are not in it count as deleted."""
         listed = {kv.key for kv in kvs}
         gone = [key for key in self._known_keys() if key not in listed]
         events = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key)) for key in gone]
-        return self.apply([*events, *(pb.Event(kv=kv) for kv in kvs)], now)
+        return [*events, *(pb.Event(kv=kv) for kv in kvs)]
+
+    def parts(self, events: list[pb.Event]) -> Iterator[list[pb.Event]]:
+        """Divides a large revision, such as the end of a worker with many tickets. Workers come first, as in `apply`.
+
+        Between two parts a ticket may seem free. A claim of it compares revisions with etcd's, and fails. Parts are
+        empty while the events are sorted.
+        """
+        if len(events) <= MAX_DUE:
+            yield events
+            return
+        by_kind: dict[bytes, list[pb.Event]] = {kind: [] for kind in _ORDER}
+        for at in range(0, len(events), MAX_DUE):
+            for event in events[at : at + MAX_DUE]:
+                if (key := self._layout.parse(event.kv.key)) is not None:
+                    by_kind[key.kind].append(event)
+            yield []
+        for same in by_kind.values():
+            for at in range(0, len(same), MAX_DUE):
+                yield same[at : at + MAX_DUE]
 
     def forget_requests(self) -> None:
         """Drops all requests before a listing of another history, whose revisions cannot be compared to known ones."""
@@ -109,7 +135,7 @@ class Mirror:
         for event in events:
             if (key := self._layout.parse(event.kv.key)) is not None:
                 by_kind.setdefault(key.kind, []).append((key, event))
-        for kind in (keys.EPOCHS, keys.WORKERS, keys.TICKETS, keys.CLAIMS, keys.SETTLES):
+        for kind in _ORDER:
             for key, event in by_kind.get(kind, ()):
                 self._note(key, event, now, news)
         for name in news.requests:
