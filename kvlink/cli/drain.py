@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 0.2
 
 Row = dict[str, Any]
 Ask = Callable[[str, str], list[Row]]
-"""Sends a command ("drain", "resume" or "servers") about a server, and returns the router's rows."""
+"""Sends a command ("drain", "force", "resume" or "servers") about a server, and returns the router's rows."""
 
 
 @app.command(epilog=examples_of("drain"))
@@ -56,6 +56,9 @@ def drain(
     resume: Annotated[
         bool, typer.Option("--resume", help="Let the server get requests again instead.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Drain the server although no other one of its role is up.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Take a server out of a router's turn, or let workers drain, and wait until they may end.
@@ -73,7 +76,8 @@ def drain(
     if bool(what) == bool(process):
         raise ConfigError("name a server, a worker, or a process by --process, and only one of them")
     if "://" in what:
-        rows = _drain_server(what, port, resume, notice_s, grace_s)
+        command = "resume" if resume else "force" if force else "drain"
+        rows = _drain_server(what, port, command, notice_s, grace_s)
     elif resume:
         raise ConfigError("--resume is for servers of a router; a worker drains until it ends")
     else:
@@ -91,14 +95,13 @@ def drain(
         )
 
 
-def _drain_server(server: str, port: int, resume: bool, notice_s: float, grace_s: float) -> list[Row]:
-    from kvlink.router.control_client import asking
+def _drain_server(server: str, port: int, command: str, notice_s: float, grace_s: float) -> list[Row]:
+    from kvlink.router.control_socket import asking
 
     with asking(port) as ask:
-        rows = _of(ask("resume" if resume else "drain", server), server)
-        if resume:
+        rows = _of(ask(command, server), server)
+        if command == "resume":
             return rows
-        _say_if_last(rows, ask("servers", ""), server)
         return wait(lambda: _of(ask("servers", ""), server), notice_s, grace_s)
 
 
@@ -138,9 +141,3 @@ def _of(rows: list[Row], server: str) -> list[Row]:
     if not found:
         raise ConfigError(f"the router does not know {server}")
     return found
-
-
-def _say_if_last(own: list[Row], rows: list[Row], server: str) -> None:
-    for role in (row["role"] for row in own):
-        if not any(row["role"] == role and row["state"] == "up" for row in rows):
-            typer.echo(f"kvlink: no other {role} server is up than {server}", err=True)

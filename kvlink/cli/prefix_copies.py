@@ -13,9 +13,9 @@ from kvlink.errors import ConfigError
 
 Row = dict[str, Any]
 
-_SAMPLE = re.compile(
-    r'^(vllm:\w+)\{(?:[^\n]*,)?(?:source|result)="(\w+)"[^\n]*\} (\d[\d.e+]*)$', re.MULTILINE
-)
+_LABEL = re.compile(r'(?:^|,)(?:source|result)="(\w+)"')
+_NUMBER = re.compile(r"\d{1,20}(?:\.\d{1,20})?(?:e\+?\d\d?)?")
+_LONGEST_LINE = 4_096
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _BY_RESULT = "vllm:kvlink_turns_total"
 _SOURCES = {"pulled": "external_kv_transfer", "cached": "local_cache_hit", "computed": "local_compute"}
@@ -92,9 +92,11 @@ class Counters:
     def of(cls, text: str) -> Counters:
         """Reads the text of /metrics, and adds the engines of the server up."""
         counted: dict[str, dict[str, int]] = {_BY_SOURCE: {}, _BY_RESULT: {}}
-        for name, label, value in _SAMPLE.findall(text):
-            if name in counted:
-                counted[name][label] = counted[name].get(label, 0) + int(float(value))
+        for line in text.split("\n"):
+            name, _, rest = line[:_LONGEST_LINE].partition("{")
+            labels, _, value = rest.rpartition("} ")
+            if name in counted and (label := _LABEL.search(labels)) and _NUMBER.fullmatch(value):
+                counted[name][label[1]] = counted[name].get(label[1], 0) + int(float(value))
         return cls(counted[_BY_SOURCE], counted[_BY_RESULT], "vllm:kvlink_" in text)
 
     def since(self, before: Counters) -> Counters:

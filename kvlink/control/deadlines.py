@@ -5,23 +5,30 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Deadlines(Generic[K]):
-    """Keeps one deadline per key, in seconds of any one clock. Every call is O(log n) amortised.
+_MOST_NEW, _MOVED = 4_096, 512
+"""So many keys enter the heap at once, or move from one to the other: a few milliseconds at most."""
 
-    A key enters the heap only when `next` or `due` is called, because most keys are discarded before that.
+
+class Deadlines(Generic[K]):
+    """Keeps one deadline per key, in seconds of any one clock. Every call is O(log n), and none visits all keys.
+
+    A key enters the heap only when `next` or `due` is called or many have come, because most are discarded before that.
     """
 
     def __init__(self) -> None:
         self._new: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
+        self._old: list[tuple[float, int, K]] = []
+        """A second heap, half of which was out of date. What is not moves to the first one."""
         self._current: dict[K, int] = {}
-        """Maps each key to the number of its latest entry in the heap."""
+        """Maps each key to the number of its latest entry in a heap."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -31,6 +38,8 @@ class Deadlines(Generic[K]):
         """Sets or moves the deadline of `key`."""
         self._current.pop(key, None)
         self._new[key] = deadline
+        if len(self._new) >= _MOST_NEW:
+            self._enter()
 
     def discard(self, key: K) -> None:
         """Removes `key` if it is present."""
@@ -40,18 +49,29 @@ class Deadlines(Generic[K]):
     def next(self) -> float:
         """Returns a time before which no key is due, or `math.inf` when there is no key."""
         self._enter()
-        return self._heap[0][0] if self._heap else math.inf
+        heap = self._earlier()
+        return heap[0][0] if heap else math.inf
 
-    def due(self, now: float) -> list[K]:
-        """Removes and returns the keys whose deadline has passed, earliest first."""
+    def due(self, now: float, most: int = sys.maxsize) -> list[K]:
+        """Removes and returns keys whose deadline has passed, earliest first, after at most `most` steps.
+
+        `next` says whether there are more.
+        """
         self._enter()
-        keys = []
-        while self._heap and self._heap[0][0] <= now:
-            _, number, key = heapq.heappop(self._heap)
+        keys: list[K] = []
+        while most > 0 and (heap := self._earlier()) and heap[0][0] <= now:
+            most -= 1
+            _, number, key = heapq.heappop(heap)
             if self._current.get(key) == number:
                 del self._current[key]
                 keys.append(key)
         return keys
+
+    def _earlier(self) -> list[tuple[float, int, K]]:
+        """Returns the heap that has the earliest deadline."""
+        if not self._old or (self._heap and self._heap[0] < self._old[0]):
+            return self._heap
+        return self._old
 
     def _enter(self) -> None:
         for key, deadline in self._new.items():
@@ -59,6 +79,9 @@ class Deadlines(Generic[K]):
             self._current[key] = self._number
             heapq.heappush(self._heap, (deadline, self._number, key))
         self._new.clear()
-        if len(self._heap) > 2 * len(self._current) + 64:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 2 * len(self._current) + 64:
+            self._heap, self._old = [], self._heap
+        for _ in range(min(_MOVED, len(self._old))):
+            entry = self._old.pop()  # a heap without its last entry is one
+            if self._current.get(entry[2]) == entry[1]:
+                heapq.heappush(self._heap, entry)

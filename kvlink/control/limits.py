@@ -17,7 +17,7 @@ MAX_TIMEOUT_S = 3_600.0
 MAX_CLAIM_ID_BYTES = 64
 MAX_SEATS = 255
 MAX_BATCH_OPS = 1_024
-"""Keeps one batch from holding the coordinator's only thread for more than a few milliseconds."""
+"""Decoding so many takes a few milliseconds. They are executed a few at a time."""
 MAX_BATCH_BYTES = 2 << 20
 """Bounds a batch with several operations. An operation that is larger is sent alone."""
 MAX_LISTED = 1 << 18
@@ -38,12 +38,14 @@ MAX_HELLOS = 64
 MAX_OPAQUE_BYTES = 64 << 10
 """Bounds a hello, reply, address or key."""
 MAX_LAYOUTS = MAX_GROUPS
-MAX_PLANES = 16_384
+MAX_PLANES = 2_048
 """Bounds the planes of all layouts of a card together."""
 MAX_REGIONS = 4_096
 MAX_TRANSPORTS = 32
 MAX_LEASE_KEYS = 2
 MAX_CONNECTION_ID = (1 << 31) - 1
+MAX_POOL_KEYS = 4_096
+"""Bounds the pool keys of all transports of a card together."""
 MAX_CARD_BYTES = 4 << 20
 MAX_PREFIXES = 256
 """Bounds the prefixes that one call publishes."""
@@ -63,6 +65,10 @@ class Limits:
     """Bounds what one coordinator holds. Calls beyond a bound are refused with RESOURCE_EXHAUSTED."""
 
     workers: int = 10_000
+    card_bytes: int = 1 << 30
+    """Bounds what the cards of all workers take here. One with 160 planes takes 60 KiB."""
+    tickets: int = 1 << 19
+    """Bounds the tickets of all workers, each of which takes 1 KiB beside its bytes."""
     tickets_per_worker: int = 65_536
     """Counts tickets that are offered and neither fully claimed nor expired."""
     ticket_bytes: int = 1 << 30
@@ -75,6 +81,6 @@ class Limits:
     prefixes: int = 65_536
     """Counts the prefixes in the directory, of all tenants. The oldest is forgotten for a further one."""
     prefix_bytes: int = 256 << 20
-    """Bounds the memory of the directory. A prefix of 64k tokens, with a key for each 16, takes about 0.8 MiB."""
+    """Bounds the memory of the directory. A prefix of 64k tokens, in blocks of 16, takes 36 KiB and its tickets."""
     remembered_requests: int = 16_384
     """Counts remembered requests that ended. A repeated claim gets the same tickets, or at once the reason for none."""

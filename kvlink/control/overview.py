@@ -10,7 +10,7 @@ MAX_REASONS = 32
 MAX_REASON_BYTES = 64
 MAX_VIEWS = 1_000
 MAX_VIEWED_LINKS = 2_000
-"""Building this many takes tens of milliseconds of the coordinator's only thread."""
+"""Bounds the links, and the failures, of all views together, but for one of each worker."""
 
 
 class LinkReport(NamedTuple):

@@ -84,6 +84,17 @@ def refusal_of(error: BaseException) -> Refused:
     return Refused(Reason.FAILED, f"{type(error).__name__}: {error}")
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an error and of those behind it.
+
+    Their frames hold the message of the call. A future that a frame holds, and that holds the error, would keep it.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        forget_frames(error.__cause__)
+        error = error.__context__
+
+
 def error_of(reason: str, sentence: str) -> KVLinkError:
     """Returns the exception for a refusal that came over the wire."""
     known = Reason.__members__.get(reason)

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvlink import __version__
+from kvlink.control.codec import CARD, write_view
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
@@ -49,11 +50,14 @@ from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores, by_tenant, stores
 from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import start_loop
+from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
+S = TypeVar("S", bound=Sequence[Any])
 
 DEFAULT_PORT = 7400
+_AT_ONCE = 64
 _CLOSE_GRACE_S = 0.5
 """A closing coordinator waits this long for replies that are being sent."""
 
@@ -147,7 +151,7 @@ class Coordinator:
         server.bidirectional(Calls.KEEP_ALIVE, self._keep_alive)
         server.unary(Calls.LEAVE, self._leave)
         server.unary(Calls.GET_WORKER, lambda worker: self._store.worker(*worker))
-        server.unary(Calls.LIST_WORKERS, lambda _: self._store.workers())
+        server.unary(Calls.LIST_WORKERS, self._list_workers)
         server.streaming(Calls.WATCH_WORKERS, self._watch_workers)
         server.unary(Calls.OFFER, self._offer)
         server.unary(Calls.CLAIM, self._claim)
@@ -191,11 +195,16 @@ class Coordinator:
         _log.info("left worker=%s epoch=%d", worker.worker_id, worker.epoch)
         return Nothing()
 
+    async def _list_workers(self, _: Nothing) -> list[WorkerCard]:
+        return await _prepared(CARD.encode, await self._store.workers())
+
     async def _watch_workers(self, watch: Watch, send: Send[WorkerChanges]) -> None:
         with contextlib.closing(await self._store.watch()) as feed:
             self.counts.feeds.add(feed)
             try:
-                await send(watch.sees(await anext(feed)))
+                first = watch.sees(await anext(feed))
+                await _prepared(CARD.encode, [change.card for change in first])
+                await send(first)
                 async for changes in merged(feed):
                     if seen := watch.sees(changes):
                         await send(seen)
@@ -240,13 +249,23 @@ class Coordinator:
 
     async def status(self) -> CoordinatorStatus:
         """Returns the counts of the caller's tenant, or of all tenants when this process calls."""
-        status = self._prefixes.counted(await self._store.status())
+        status = await self._prefixes.counted(await self._store.status())
         return status._replace(uptime_s=now() - self._started)
 
     async def overview(self) -> Overview:
         """Returns the overview of the workers that `status` counts, and the calls if the caller sees all tenants."""
         views = self._reports.views(await by_tenant(self._store))
+        await _prepared(write_view, views)
         return self.counts.overview(views) if caller().sees_all else Overview(views)
+
+
+async def _prepared(write: Callable[[T], object], values: S) -> S:
+    """Encodes values, some at a time, so that a reply with all of them is made of what the codec remembers."""
+    for number, value in enumerate(values):
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+        write(value)
+    return values
 
 
 def _without_passwords(store: str) -> str:

@@ -12,7 +12,7 @@ _NEW_OBJECTS = 50_000
 def tune_gc() -> None:
     """Makes garbage collection rare. Call it after the process has imported everything, and before it serves.
 
-    Tickets and claims are not part of reference cycles, so collecting them frees nothing.
+    Nothing that a call leaves is part of a reference cycle, so collecting it frees nothing.
     """
     gc.collect()
     gc.freeze()

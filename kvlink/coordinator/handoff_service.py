@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from kvlink import tracing
 from kvlink.control.codec import CoordinatorCalls
@@ -31,6 +31,9 @@ _Answer = EagerFuture[list[bytes]]
 
 _MAX_ANSWERED = 4_096
 """Bounds the remembered claims whose tickets may still be in flight when their reader withdraws."""
+
+_AT_ONCE = 128
+"""So many operations of a batch are executed before others have their turn: about a millisecond."""
 
 _Operation = Offer | SettleOrder | Claim
 
@@ -75,7 +78,10 @@ class HandoffServer:
 
     async def _take(self, batches: AsyncIterator[HandoffBatch]) -> None:
         async for batch in batches:
-            await self._execute(batch)
+            for part in _parts(batch):
+                await self._execute(part)
+                if part is not batch:
+                    await asyncio.sleep(0)
             await self._send_results()
         if self._waiting:
             await asyncio.wait(self._waiting)
@@ -165,3 +171,17 @@ class HandoffServer:
         results = HandoffResults(*done, self._claimed, self._refused)
         self._acknowledged, self._claimed, self._refused = done, [], []
         await self._send(results)
+
+
+def _parts(batch: HandoffBatch) -> Iterator[HandoffBatch]:
+    """Divides a batch. Offers come before settles and claims, and withdrawals at the end, as in one go."""
+    if len(batch.offers) + len(batch.settles) + len(batch.claims) + len(batch.withdrawn) <= _AT_ONCE:
+        yield batch
+        return
+    for at in range(0, len(batch.offers), _AT_ONCE):
+        yield HandoffBatch(batch.offers[at : at + _AT_ONCE], [], [], ())
+    for at in range(0, len(batch.settles), _AT_ONCE):
+        yield HandoffBatch([], batch.settles[at : at + _AT_ONCE], [], ())
+    for at in range(0, len(batch.claims), _AT_ONCE):
+        yield HandoffBatch([], [], batch.claims[at : at + _AT_ONCE], batch.withdrawn)
+    yield HandoffBatch([], [], [], batch.withdrawn)

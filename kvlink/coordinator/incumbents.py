@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from kvlink.addresses import is_loopback, split_address
 from kvlink.backoff import Backoff
 from kvlink.control.client import AgentClient
 from kvlink.control.denials import LogQuota
@@ -18,6 +19,8 @@ from kvlink.types import WorkerCard
 
 _ANSWER_S = 1.5
 """The first process has this long to answer. Clients wait 3 s before they try another coordinator."""
+_OWN_ANSWER_S = 0.5
+"""So long an agent may be starting that has the newcomer's address, before it counts as the newcomer's own."""
 _MOST_AT_ONCE = 256
 
 _log = logging.getLogger("kvlink.control")
@@ -45,7 +48,7 @@ class Incumbents:
         if incumbent is None:
             return
         async with self._room:
-            gone = await self._why_gone(incumbent)
+            gone = await self._why_gone(incumbent, newcomer)
         if not gone:
             self._warn(incumbent, newcomer)
             raise refusals.worker_id_taken(incumbent, newcomer)
@@ -58,18 +61,14 @@ class Incumbents:
         )
 
     async def _incumbent(self, newcomer: WorkerCard) -> WorkerCard | None:
-        """Returns the card of another process with the worker_id, or None.
-
-        A process whose agent had the newcomer's address no longer runs.
-        """
+        """Returns the card of another process with the worker_id, or None."""
         try:
             known = await self._store.worker(newcomer.worker_id, 0)
         except Refused as refused:
             if refused.reason is Reason.UNKNOWN:
                 return None
             raise
-        is_another = known.incarnation != newcomer.incarnation and known.agent != newcomer.agent
-        return known if is_another else None
+        return known if known.incarnation != newcomer.incarnation else None
 
     def _warn(self, incumbent: WorkerCard, newcomer: WorkerCard) -> None:
         unsaid = self._quota.take()
@@ -82,15 +81,25 @@ class Incumbents:
                 unsaid,
             )
 
-    async def _why_gone(self, incumbent: WorkerCard) -> str:
-        """Returns why the process counts as gone, or "" if it runs."""
+    async def _why_gone(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:
+        """Returns why the process counts as gone, or "" if it runs.
+
+        Where both have one address, the newcomer's own agent may answer there, that it is starting. On loopback of
+        another host nobody can be asked: the process runs until its lease ends.
+        """
+        is_same = incumbent.agent == newcomer.agent
+        answer_s = _OWN_ANSWER_S if is_same else self._answer_s
         try:
-            found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant), self._answer_s)
+            found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant), answer_s)
+            if found.incarnation == incumbent.incarnation:
+                return ""
+            gone = "another process listens there"
         except asyncio.TimeoutError:
-            return f"no answer within {self._answer_s:g} s"
+            gone = f"no answer within {answer_s:g} s"
         except KVLinkError as error:
-            return str(error)
-        return "" if found.incarnation == incumbent.incarnation else "another process listens there"
+            gone = str(error)
+        is_elsewhere = incumbent.host.boot_id != newcomer.host.boot_id
+        return "" if is_same and is_elsewhere and is_loopback(split_address(incumbent.agent)[0]) else gone
 
     async def _ask_agent(self, address: str, tenant: str) -> WorkerCard:
         """Fetches the card from an agent. Retries while the agent is starting, as it may have joined just now."""

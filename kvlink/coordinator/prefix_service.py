@@ -27,6 +27,8 @@ from kvlink.runtime.supervised import start_loop
 from kvlink.types import Joined
 
 _WATCH_AGAIN_S = 1.0
+_MOST_STEPS = 500
+"""So many steps of directories take about a millisecond."""
 
 
 class PrefixService:
@@ -49,18 +51,21 @@ class PrefixService:
         """Makes the changes of a joined worker. Returns the directory's id. Raises Refused (NOT_JOINED, RESTARTED)."""
         await self._check_joined(changes)
         directory = self._followed(caller().tenant)
-        directory.expire(self._clock())
+        await self._expire(directory)
         for request_id in changes.withdrawn:
             directory.withdraw(changes.worker_id, request_id)
+            await self._pause(directory)
         for prefix in changes.prefixes:
             directory.publish(changes.worker_id, changes.epoch, prefix, self._clock())
-        self._make_room()
+            await self._make_room()
+            if await self._pause(directory):
+                await self._check_joined(changes)
         return self._id
 
     async def find(self, query: PrefixQuery) -> list[FoundPrefix]:
         """Returns servers of the caller's tenant that have the longest prefix, those on the reader's host first."""
         directory = self._directories.setdefault(caller().tenant, PrefixDirectory())
-        directory.expire(self._clock())
+        await self._expire(directory)
         found = directory.find(query, MAX_FOUND if query.worker_id else query.most)
         if len(found) > 1 and query.worker_id:
             here = await self._host(query.worker_id)
@@ -68,12 +73,12 @@ class PrefixService:
             found = [each for _, each in sorted(zip(near, found, strict=True), key=lambda pair: not pair[0])]
         return [each for _, each in found[: query.most]]
 
-    def counted(self, status: CoordinatorStatus) -> CoordinatorStatus:
+    async def counted(self, status: CoordinatorStatus) -> CoordinatorStatus:
         """Returns the status with the counts of the directories that the caller may see."""
         who = caller()
         seen = [each for name, each in self._directories.items() if who.sees_all or name == who.tenant]
         for directory in seen:
-            directory.expire(self._clock())
+            await self._expire(directory)
         return status._replace(
             prefixes=sum(map(len, seen)),
             prefix_bytes=sum(each.num_bytes for each in seen),
@@ -98,7 +103,7 @@ class PrefixService:
             self._following[tenant] = start_loop("prefix watch", partial(self._follow, directory))
         return directory
 
-    def _make_room(self) -> None:
+    async def _make_room(self) -> None:
         """Evicts from the tenant that takes the most, so that none loses its prefixes to one that takes more."""
         while True:
             sizes = {each: each.num_bytes for each in self._directories.values()}
@@ -107,7 +112,22 @@ class PrefixService:
                 and sum(map(len, sizes)) <= self._limits.prefixes
             ):
                 return
-            max(sizes, key=lambda each: sizes[each]).evict_oldest()
+            directory = max(sizes, key=lambda each: sizes[each])
+            directory.evict_oldest()
+            directory.num_steps += len(sizes)
+            await self._pause(directory)
+
+    async def _expire(self, directory: PrefixDirectory) -> None:
+        while directory.expire(self._clock(), most=1):
+            await self._pause(directory)
+
+    async def _pause(self, directory: PrefixDirectory) -> bool:
+        """Lets other calls run after a number of steps, and returns whether it did."""
+        if directory.num_steps < _MOST_STEPS:
+            return False
+        directory.num_steps = 0
+        await asyncio.sleep(0)
+        return True
 
     async def _check_joined(self, changes: PrefixChanges) -> None:
         try:
@@ -134,8 +154,14 @@ class PrefixService:
         """Returns or raises Refused when the watch ends, because it fell behind or the store does not answer."""
         with contextlib.closing(await self._store.watch()) as feed:
             joined = {(each.card.worker_id, each.card.epoch) for each in await anext(feed)}
-            directory.keep_only(joined)
+            for publisher in directory.publishers():
+                if publisher not in joined:
+                    await self._drop_worker(directory, *publisher)
             async for changes in feed:
                 for change in changes:
                     if change.what is Joined.DOWN:
-                        directory.drop_worker(change.card.worker_id, change.card.epoch)
+                        await self._drop_worker(directory, change.card.worker_id, change.card.epoch)
+
+    async def _drop_worker(self, directory: PrefixDirectory, worker_id: str, epoch: int) -> None:
+        while directory.drop_worker(worker_id, epoch, most=1):
+            await self._pause(directory)

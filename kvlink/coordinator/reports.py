@@ -44,10 +44,10 @@ class Reports:
         """Returns views of the first MAX_VIEWS joined workers, ordered by tenant and name."""
         everyone = [(tenant, card) for tenant, cards in joined.items() for card in cards]
         shown = sorted(everyone, key=_name)[:MAX_VIEWS]
-        num_links = min(MAX_LINKS, MAX_VIEWED_LINKS // max(len(shown), 1))
-        return tuple(self._view(tenant, card, num_links) for tenant, card in shown)
+        num_rows = min(MAX_LINKS, max(1, MAX_VIEWED_LINKS // max(len(shown), 1)))
+        return tuple(self._view(tenant, card, num_rows) for tenant, card in shown)
 
-    def _view(self, tenant: str, card: WorkerCard, num_links: int) -> WorkerView:
+    def _view(self, tenant: str, card: WorkerCard, num_rows: int) -> WorkerView:
         transports = tuple(each.name for each in card.transports if not each.refused)
         pool_bytes = sum(card.region_bytes)
         view = WorkerView(
@@ -63,9 +63,9 @@ class Reports:
         if latest is None:
             return view
         return view._replace(
-            report=_busiest(latest.report, num_links),
+            report=_busiest(latest.report, num_rows),
             age_s=self._clock() - latest.at,
-            before=latest.before and _busiest(latest.before, num_links),
+            before=latest.before and _busiest(latest.before, num_rows),
             interval_s=latest.interval_s,
         )
 
@@ -74,5 +74,5 @@ def _name(row: tuple[str, WorkerCard]) -> tuple[str, str]:
     return row[0], row[1].worker_id
 
 
-def _busiest(report: WorkerReport, num_links: int) -> WorkerReport:
-    return report._replace(links=report.links[:num_links])
+def _busiest(report: WorkerReport, num_rows: int) -> WorkerReport:
+    return report._replace(links=report.links[:num_rows], failures=report.failures[:num_rows])

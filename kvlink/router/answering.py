@@ -8,17 +8,14 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
-
-from multidict import CIMultiDict
+from typing import NamedTuple
 
 from kvlink.router import bodies
-from kvlink.router.bodies import Body, asking_for_a_ticket, decode_body, one_handoff_suffices
+from kvlink.router.bodies import REQUEST_ID, Body, asking_for_a_ticket, decode_body, one_handoff_suffices
 from kvlink.router.chats import Chats
 from kvlink.router.counts import Counts
-from kvlink.router.headers import REQUEST_ID
 from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final
-from kvlink.router.upstream import Sent, Upstream
+from kvlink.router.upstream import Opened, Sent, Upstream, ended
 from kvlink.runtime.supervised import start_awaited
 from kvlink.tracing import HEADER
 
@@ -33,35 +30,6 @@ class NoHandoff(Exception):
         self.last = last
         self.is_refusal = last.answer is not None and is_final(last.answer.status)
         """Whether decode would refuse it too."""
-
-
-class Asked(NamedTuple):
-    """A request to the servers."""
-
-    path: str
-    body: Body
-    headers: Mapping[str, str]
-    answer_as: str = ""
-    """The name of the answer's ticket, or "" for none."""
-
-    @property
-    def request_id(self) -> str:
-        """Returns the id that all servers get."""
-        return self.headers[REQUEST_ID]
-
-    def named(self, suffix: str) -> Asked:
-        """Returns the same with another id, because a server may get both."""
-        headers = CIMultiDict(self.headers)
-        headers[REQUEST_ID] = f"{self.request_id}-{suffix}"
-        return self._replace(headers=headers)
-
-
-class Opened(NamedTuple):
-    """An answer that has begun, and the rest of its body, which may raise one of BROKEN."""
-
-    url: str
-    answer: Answer
-    rest: AsyncIterator[bytes]
 
 
 class Options(NamedTuple):
@@ -91,16 +59,15 @@ class Answering:
     async def open_any(
         self,
         stack: AsyncExitStack,
-        asked: Asked,
+        asked: Sent,
         tries: Tries,
         without: Collection[str] = (),
         draining: bool = False,
         first: str = "",
     ) -> Opened:
-        """Returns the answer of the first decode server that begins one. Raises NotServed and NoHandoff.
+        """Returns the answer of the first decode server that begins one, as `Upstream.first`. Raises NoHandoff, too.
 
         Leaving `stack` closes the connection. No two servers get the same handoff: one that died may have used it up.
-        The other parameters are those of Upstream.first.
         """
         handoff, is_known = None, False
 
@@ -130,17 +97,14 @@ class Answering:
     async def pass_through(self, stack: AsyncExitStack, sent: Sent, tries: Tries) -> Opened:
         """Returns the answer of a decode server to a request that nothing is known of. Raises NotServed."""
         self._counts["passed_through"] += 1
+        streaming = self._decode.stream
+        return await self._decode.first(lambda url: stack.enter_async_context(streaming(url, sent)), tries)
 
-        async def ask(url: str) -> Opened:
-            return Opened(url, *await stack.enter_async_context(self._decode.stream(url, sent)))
-
-        return await self._decode.first(ask, tries)
-
-    async def open_at(self, stack: AsyncExitStack, url: str, asked: Asked) -> Opened:
+    async def open_at(self, stack: AsyncExitStack, url: str, asked: Sent) -> Opened:
         """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
-        body = asking_for_a_ticket(asked.body, asked.answer_as) if asked.answer_as else asked.body
-        answering = self._decode.stream(url, Sent(asked.path, body, asked.headers))
-        return Opened(url, *await stack.enter_async_context(answering))
+        if asked.answer_as:
+            asked = asked._replace(body=asking_for_a_ticket(asked.body, asked.answer_as))
+        return await stack.enter_async_context(self._decode.stream(url, asked))
 
     def _streams(self, body: Body) -> bool:
         least = self._options.streaming_from
@@ -148,20 +112,19 @@ class Answering:
         return is_suited and bodies.num_tokens(body) >= max(least or 0, self._advised_from)
 
     @asynccontextmanager
-    async def _following(self, url: str, asked: Asked, tries: Tries) -> AsyncIterator[Opened | Body | None]:
+    async def _following(self, url: str, asked: Sent, tries: Tries) -> AsyncIterator[Opened | Body | None]:
         """Asks both sides at once, so that decode pulls blocks while prefill computes. Yields decode's answer.
 
-        It yields the handoff if decode cannot follow the prefill or failed at it. Leaving the context ends both
-        requests. Raises what `_hand_off` raises, and decode's NotServed.
+        It yields the handoff if decode cannot follow. Leaving the context ends both requests.
         """
         stream = uuid.uuid4().hex
         body = bodies.following_body(asked.body, stream, asked.headers.get(HEADER, ""))
         async with AsyncExitStack() as stack:
             opened = await stack.enter_async_context(AsyncExitStack())
             prefilling = start_awaited(self._hand_off(asked, tries, stream))
-            stack.push_async_callback(_end, prefilling)
+            stack.push_async_callback(ended, prefilling)
             answering = start_awaited(self.open_at(opened, url, asked._replace(body=body)))
-            stack.push_async_callback(_end, answering)
+            stack.push_async_callback(ended, answering)
             await asyncio.wait({prefilling, answering}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and not bodies.announced(await prefilling, stream):
                 yield prefilling.result()
@@ -175,9 +138,9 @@ class Answering:
                 came = await prefilling
             yield came
 
-    async def _hand_off(self, asked: Asked, tries: Tries, stream: str = "") -> Body | None:
+    async def _hand_off(self, asked: Sent, tries: Tries, stream: str = "") -> Body | None:
         """Returns prefill's handoff, or None if decode is to compute the prompt. Raises NoHandoff."""
-        path, body, headers, _ = asked
+        body, headers = asked.body, asked.headers
         if not one_handoff_suffices(body):
             self._counts["not_suited"] += 1
             return None
@@ -185,7 +148,7 @@ class Answering:
         self._counts["tickets_sent"] += ticket is not None
         prefilling = bodies.prefill_body(body, stream, headers.get(HEADER, ""), ticket)
         try:
-            sent = Sent(path, prefilling, headers)
+            sent = asked._replace(body=prefilling)
             answer = await self._prefill.first(lambda url: self._prefill.ask(url, sent), tries)
         except OwnLimit:
             raise
@@ -205,8 +168,3 @@ class Answering:
         if not handoff:
             _log.warning("prefill gave no handoff, decode computes it request=%s", headers[REQUEST_ID])
         return handoff
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

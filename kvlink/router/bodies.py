@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives the request of each side from the client's request.
+"""Derives the request of each side from the client's request, and says which headers go on.
 
 The handoff is opaque: it is carried and never read, except for whether decode still needs it. No function raises for
 any body that `parsed` returns.
@@ -8,7 +8,10 @@ any body that `parsed` returns.
 from __future__ import annotations
 
 import json
-from typing import Any, TypeAlias
+import re
+from typing import Any, Final, TypeAlias
+
+from multidict import CIMultiDict, MultiMapping
 
 Body: TypeAlias = dict[str, Any]
 
@@ -23,7 +26,7 @@ _STREAMS_FROM = "kvlink_streams_from"
 """The tokens of the shortest prompt that a prefill server announces, in its answer to a shorter one."""
 _TRACEPARENT = "kvlink_traceparent"
 """The header of that name, for servers that do not pass headers to the engine."""
-_ANSWER_AS, _ANSWER_OF = "kvlink_answer_as", "kvlink_answer_of"
+_ANSWER_AS, ANSWER_OF = "kvlink_answer_as", "kvlink_answer_of"
 _CHARACTERS_A_TOKEN = 4
 _SAMPLING = "sampling_params"
 """The parameters in a request of vLLM's /inference/v1/generate, whose prompt is `token_ids`."""
@@ -33,13 +36,22 @@ _NEED_THE_PROMPT_COMPUTED = ("echo", "prompt_logprobs", "use_beam_search")
 MOST_PARSED = 64 << 20
 """The bytes of the largest body that is parsed, of a client or of a server."""
 _MOST_LEVELS = 200
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+REQUEST_ID: Final = "X-Request-Id"
+ENCODING: Final = "Content-Encoding"
+
+_OF_ONE_CONNECTION = frozenset(
+    {"accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate"}
+    | {"proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that do not go on. The client of HTTP writes some itself, and asks servers for plain answers."""
 
 
 def prefill_body(body: Body, stream: str = "", traceparent: str = "", ticket: Body | None = None) -> Body:
-    """Returns the request that computes the prompt and one token, and keeps the blocks for a handoff.
+    """Returns the request that computes the prompt and one token, which decode computes again, and keeps the blocks.
 
-    Decode computes the token again. `stream` is a name under which decode may follow while prefill computes. `ticket`
-    is that of the chat's last answer, which prefill may pull from decode.
+    Decode may follow under the name `stream`. `ticket` is that of the chat's last answer, which prefill may pull.
     """
     asked = _without(body, _ONLY_FOR_DECODE)
     handoff = {HANDOFF: _ASK_FOR_A_HANDOFF | (ticket or {}) | _ASK | _ours(stream, traceparent)}
@@ -72,17 +84,9 @@ def decode_body(body: Body, handoff: Body | None) -> Body:
 
 
 def asking_for_a_ticket(body: Body, answer_as: str) -> Body:
-    """Returns decode's request with parameters for the cache, even if it has no handoff: only then it has a ticket.
-
-    A streamed answer does not carry the ticket. Servers with a coordinator offer it there, under the name `answer_as`.
-    """
+    """Returns decode's request, whose answer has a ticket, or offers it under this name where it is streamed."""
     params = body.get(HANDOFF) or {"do_remote_prefill": False, "do_remote_decode": False}
     return body | {HANDOFF: params | {_ANSWER_AS: answer_as}}
-
-
-def named_ticket(answer_as: str) -> Body:
-    """Returns what prefill gets in place of a ticket that decode offers under this name."""
-    return {_ANSWER_OF: answer_as}
 
 
 class TooDeep(ValueError):
@@ -183,3 +187,11 @@ def one_handoff_suffices(body: Body) -> bool:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return not several
+
+
+def end_to_end(headers: MultiMapping[str]) -> CIMultiDict[str]:
+    """Returns the headers that are not about one connection, and that can be sent again, as they are UTF-8."""
+    named = {name.strip().lower() for name in ",".join(headers.getall("Connection", [])).split(",")}
+    dropped = _OF_ONE_CONNECTION | named
+    passed = ((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    return CIMultiDict((name, value) for name, value in passed if not _SURROGATES.search(value))

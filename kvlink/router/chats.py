@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the ticket of each chat's last answer until its next turn, in bounded memory. Does no I/O.
 
-A chat is known by the session id that its client gives, or by its messages: the next turn begins with those of the
-last one. A ticket is opaque. With that of another chat, prefill finds that the tokens differ.
+A chat is known by its session id, or by its messages: the next turn begins with those of the last one.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvlink.router.bodies import Body
 
 SESSION = "X-Session-Id"
 """The header that names a session, also for vLLM. The field `session_id` of a body does the same."""
-_KEPT_S = 600.0
-_MOST = 4096
-_MOST_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     ticket: Body
     num_bytes: int
     until_s: float
@@ -34,7 +29,7 @@ class Chats:
     """The tickets by chat. The ones that were kept first make room for more. `clock` gives seconds."""
 
     def __init__(
-        self, most: int = _MOST, most_bytes: int = _MOST_BYTES, kept_s: float = _KEPT_S,
+        self, most: int = 4096, most_bytes: int = 64 << 20, kept_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._most = most
@@ -49,7 +44,7 @@ class Chats:
 
     def keep(self, body: Body, headers: Mapping[str, str], ticket: Body) -> bool:
         """Keeps the ticket in the answer to this request. Returns False for a request that names no chat."""
-        key = _key_of(body, headers)
+        key = next(reversed(_keys(body, headers)), None)
         if key is None:
             return False
         self._forget(key)
@@ -74,10 +69,6 @@ class Chats:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._num_bytes -= kept.num_bytes
-
-
-def _key_of(body: Body, headers: Mapping[str, str]) -> str | None:
-    return next(reversed(_keys(body, headers)), None)
 
 
 def _keys_of_earlier(body: Body, headers: Mapping[str, str]) -> list[str]:

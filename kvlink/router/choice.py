@@ -19,23 +19,17 @@ class _State:
     """Whether nobody listened there, or a probe failed, since it last answered."""
     draining: bool = False
     """Whether it gets no new requests, until it was gone and has come back."""
+    began: str = ""
+    """When its process began, as it says itself, or ""."""
 
 
 class Ring:
     """The servers of one role, by URL. Not thread-safe."""
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._states = {url: _State() for url in urls}
+        self.urls = list(dict.fromkeys(urls))
+        self._states = {url: _State() for url in self.urls}
         self._turn = 0
-
-    def __repr__(self) -> str:
-        states = (f"{url} failed {state.failures}×" for url, state in self._states.items())
-        return f"Ring({', '.join(states)})"
-
-    @property
-    def urls(self) -> list[str]:
-        """Returns all servers, whatever their state."""
-        return list(self._states)
 
     def choose(self, now_s: float, tried: Collection[str] = (), draining: bool = False) -> str | None:
         """Returns the next available server that is not in `tried`, or None. The following call starts after it.
@@ -44,22 +38,25 @@ class Ring:
         With `draining`, those that drain are available too.
         """
         urls = self.urls
-        for fits in (self.available, self._is_there):
-            for step in range(len(urls)):
-                url = urls[(self._turn + step) % len(urls)]
-                if url not in tried and fits(url, now_s, draining):
-                    self._turn = (self._turn + step + 1) % len(urls)
-                    return url
+        turns = [(self._turn + step) % len(urls) for step in range(len(urls))]
+        left = [
+            turn for turn in turns if urls[turn] not in tried and (draining or not self.draining(urls[turn]))
+        ]
+        for fits in (lambda state: now_s >= state.away_until_s, lambda state: not state.gone):
+            for turn in left:
+                if fits(self._states[urls[turn]]):
+                    self._turn = (turn + 1) % len(urls)
+                    return urls[turn]
         return None
 
-    def _is_there(self, url: str, now_s: float, draining: bool) -> bool:
-        state = self._states[url]
-        return not state.gone and (draining or not state.draining)
-
-    def available(self, url: str, now_s: float, draining: bool = False) -> bool:
+    def available(self, url: str, now_s: float) -> bool:
         """Returns whether `choose` may return it. A failed server becomes available again when its back-off ends."""
+        return self.state(url, now_s) == "up"
+
+    def state(self, url: str, now_s: float) -> str:
+        """Returns "up", "away" or "draining"."""
         state = self._states[url]
-        return now_s >= state.away_until_s and (draining or not state.draining)
+        return "draining" if state.draining else "up" if now_s >= state.away_until_s else "away"
 
     def answers(self, url: str) -> bool:
         """Returns whether the last request or probe was answered."""
@@ -69,19 +66,26 @@ class Ring:
         """Returns whether `drain` was called and the server has not been replaced since."""
         return self._states[url].draining
 
-    def drain(self, url: str) -> None:
-        """Lets `choose` leave the server out until it was gone and then answered: it was replaced."""
-        self._states[url].draining = True
+    def drain(self, url: str, began: str = "") -> None:
+        """Lets `choose` leave the server out until it was replaced: it was gone and then answered, or began later."""
+        self._states[url].draining, self._states[url].began = True, began
+
+    def began(self, url: str, when: str) -> None:
+        """Records what a server says about when its process began. Another time than before means another process."""
+        state = self._states[url]
+        state.gone = state.gone or bool(state.began and when and when != state.began)
+        state.began = when or state.began
+
+    def is_last(self, url: str, now_s: float) -> bool:
+        """Returns whether no other server is available."""
+        return not any(self.available(other, now_s) for other in self._states if other != url)
 
     def resume(self, url: str) -> None:
         """Undoes `drain`."""
         self._states[url].draining = False
 
     def failed(self, url: str, now_s: float, gone: bool = True) -> None:
-        """Records that a request or a probe failed. The back-off doubles with each consecutive failure.
-
-        `gone` says that the server itself was not there, so that the next one there may be another.
-        """
+        """Records that a request or a probe failed, and with `gone` that the server itself was not there."""
         state = self._states[url]
         state.gone = state.gone or gone
         back_off_s = min(FIRST_BACK_OFF_S * 2**state.failures, MOST_BACK_OFF_S)
@@ -91,4 +95,4 @@ class Ring:
     def succeeded(self, url: str) -> None:
         """Records that a request or a probe was answered, which makes the server available, unless it drains."""
         state = self._states[url]
-        self._states[url] = _State(draining=state.draining and not state.gone)
+        self._states[url] = _State(draining=state.draining and not state.gone, began=state.began)

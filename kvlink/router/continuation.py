@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which streamed answers another server can continue, and derives the request that does so. Does no I/O.
 
-The request has the tokens of the prompt and of the answer so far as its prompt. A request is continued only if each of
-its parameters means the same after some tokens as before the first one.
+Its prompt has all tokens so far. So each of its parameters must mean the same after some tokens as before the first.
 """
 
 from __future__ import annotations
@@ -21,36 +20,55 @@ _DEFAULT_MOST_TOKENS = 16
 """The limit of a completion that names none, in OpenAI's API and in vLLM."""
 
 _UNCHANGED = frozenset(
-    {"allowed_token_ids", "cache_salt", "frequency_penalty", "ignore_eos"}
-    | {"include_stop_str_in_output", "logit_bias", "min_p", "model", "presence_penalty", "priority"}
-    | {"repetition_penalty", "return_token_ids", "seed", "session_id", "skip_special_tokens"}
-    | {"spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options", "temperature"}
-    | {"top_k", "top_p", "user"}
+    {
+        "allowed_token_ids",
+        "cache_salt",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+    }
+    | {
+        "min_p",
+        "model",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "return_token_ids",
+        "seed",
+        "session_id",
+    }
+    | {"skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options"}
+    | {"temperature", "top_k", "top_p", "user"}
 )
 """Parameters that a continued request has unchanged. The repetition penalty covers the prompt as well as the answer."""
 _LIMITS = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _OF_PROMPTS = frozenset(
-    {"add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"}
-    | {"continue_final_message", "documents", "messages", "metadata", "parallel_tool_calls", "prompt"}
-    | {"reasoning_effort", "tool_choice"}
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+    }
+    | {
+        "documents",
+        "messages",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt",
+        "reasoning_effort",
+        "tool_choice",
+    }
 )
 """Parameters that say how a prompt is made, whose tokens are known by then."""
 _KNOWN = _UNCHANGED | _LIMITS | _OF_PROMPTS | {HANDOFF}
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "logprobs": (False,),
-    "n": (1,),
-    "presence_penalty": (0, 0.0),
-    "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
-    "stop": ([], ""),
-    "tools": ([],),
-    "top_logprobs": (0,),
+    "bad_words": ([],), "best_of": (1,), "echo": (False,), "frequency_penalty": (0, 0.0), "logprobs": (False,),
+    "n": (1,), "presence_penalty": (0, 0.0), "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,), "stop": ([], ""), "tools": ([],), "top_logprobs": (0,),
     "use_beam_search": (False,),
-}
+}  # fmt: skip
 """Parameters that may have only these values, which are also the defaults."""
 
 
@@ -84,10 +102,7 @@ def needs_limit(path: str, body: Body) -> bool:
 def continuing_body(
     path: str, body: Body, prompt: list[int], answer: list[int], model_limit: int | None
 ) -> Body:
-    """Returns the request for COMPLETIONS that continues an answer of at least one token.
-
-    `model_limit` is the largest number of tokens of prompt and answer, for requests that need it.
-    """
+    """Returns the request for COMPLETIONS that continues an answer. `model_limit` is that of prompt and answer."""
     num_tokens = len(answer)
     asked = {name: value for name, value in body.items() if name in _UNCHANGED and value is not None}
     asked |= {"prompt": prompt + answer, "return_token_ids": True}

@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets a user of this host drain servers, by an abstract Unix socket that is named by the port of the router.
 
-The kernel says who is at the other end, so neither side trusts a name or a token: only the user of the router and root
-are answered.
+The kernel names the user at the other end: both sides believe only the user of the router and root.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
 import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from aiohttp import web
 
+from kvlink.errors import ConfigError, KVLinkError
 from kvlink.router.bodies import object_in
 from kvlink.router.upstream import Upstream
 
 _log = logging.getLogger("kvlink.router")
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_PATIENCE_S = 10.0
 
 
 def socket_name(port: int) -> str:
@@ -40,9 +44,8 @@ async def listen(sides: Sequence[Upstream], port: int) -> web.AppRunner | None:
     """Serves until the runner is cleaned up. Returns None, with a warning, if the name is taken."""
     control = _Control(sides)
     app = web.Application(middlewares=[_only_own])
-    app.add_routes(
-        [web.get("/servers", control.servers), web.post("/{command:drain|resume}", control.change)]
-    )
+    change = web.post("/{command:drain|force|resume}", control.change)
+    app.add_routes([web.get("/servers", control.servers), change])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
     try:
@@ -67,36 +70,73 @@ class _Control:
     """The request handlers."""
 
     def __init__(self, sides: Sequence[Upstream]) -> None:
-        self._sides = sides
+        self._each = [(side, url) for side in sides for url in side.ring.urls]
 
     async def servers(self, _: web.Request) -> web.Response:
         now_s = time.monotonic()
-        each = ((side, url) for side in self._sides for url in side.ring.urls)
         return web.json_response(
             [
-                {"role": s.role, "server": url, "state": _state(s, url, now_s), "running": s.running[url]}
-                for s, url in each
+                {"role": s.role, "server": url, "state": s.ring.state(url, now_s), "running": s.running[url]}
+                for s, url in self._each
             ]
         )
 
     async def change(self, request: web.Request) -> web.Response:
-        drain = request.match_info["command"] == "drain"
+        command = request.match_info["command"]
         server = (object_in(await request.read()) or {}).get("server", "")
-        sides = [side for side in self._sides if server in side.ring.urls]
+        sides = [side for side, url in self._each if url == server]
         if not sides:
-            known = ", ".join(url for side in self._sides for url in side.ring.urls)
+            known = ", ".join(url for _, url in self._each)
             return _refused(404, f"the router has no server {server}; it has {known}")
+        for side in sides if command == "drain" else ():
+            if side.ring.is_last(server, time.monotonic()):
+                return _refused(409, f"no other {side.role} server is up; --force drains the last one, too")
         for side in sides:
-            (side.drain if drain else side.resume)(server)
-            _log.info("%s server %s %s", side.role, server, "drains" if drain else "gets requests again")
+            if command == "resume":
+                side.resume(server)
+            else:
+                await side.drain(server)
+            _log.info("%s server %s: %s", side.role, server, command)
         return await self.servers(request)
-
-
-def _state(side: Upstream, url: str, now_s: float) -> str:
-    if side.ring.draining(url):
-        return "draining"
-    return "up" if side.ring.available(url, now_s) else "away"
 
 
 def _refused(status: int, why: str) -> web.Response:
     return web.json_response({"error": why}, status=status)
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection of the command line to the router that listens on `port`."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_PATIENCE_S)
+        self.sock.connect(socket_name(self.port))
+        if not is_own(self.sock):
+            raise KVLinkError("another user's process has the name of the router's control socket")
+
+
+@contextmanager
+def asking(port: int) -> Iterator[Callable[[str, str], list[dict[str, Any]]]]:
+    """Yields a function that sends "drain", "force", "resume" or "servers", and a server, and returns all servers.
+
+    Raises ConfigError if no router listens on `port`, and for what the router refuses.
+    """
+    with closing(_Connection("router", port)) as connection:
+
+        def ask(command: str, server: str) -> list[dict[str, Any]]:
+            body = json.dumps({"server": server}) if server else None
+            try:
+                connection.request("POST" if server else "GET", f"/{command}", body)
+                answer = connection.getresponse()
+                found = json.loads(answer.read())
+            except OSError as error:
+                raise ConfigError(
+                    f"no router of this host answers for port {port} ({error.strerror or error}); give its port by "
+                    "--router"
+                ) from error
+            if answer.status != 200:
+                raise ConfigError(found["error"])
+            rows: list[dict[str, Any]] = found
+            return rows
+
+        yield ask

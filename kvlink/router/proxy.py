@@ -12,12 +12,11 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvlink import tracing
-from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoHandoff, Options
-from kvlink.router.bodies import Body, TooDeep, named_ticket, parsed, without_handoff
+from kvlink.router import bodies, replies
+from kvlink.router.answering import Answering, NoHandoff, Options
+from kvlink.router.bodies import ANSWER_OF, ENCODING, REQUEST_ID, Body, TooDeep
 from kvlink.router.continuation import can_continue
 from kvlink.router.counts import Counts
-from kvlink.router.headers import ENCODING, REQUEST_ID, end_to_end
 from kvlink.router.resuming import Resuming
 from kvlink.router.retries import NotServed, OwnLimit, Tries
 from kvlink.router.upstream import Sent, Upstream
@@ -49,7 +48,7 @@ class Proxy:
             return replies.error(
                 413, f"the body exceeds {most_mib} MiB, the limit of this router; send a shorter prompt"
             )
-        headers = end_to_end(request.headers)
+        headers = bodies.end_to_end(request.headers)
         headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
         parent = TraceParent.parse(headers.get(HEADER, ""))
         about = {"kvlink.request_id": headers[REQUEST_ID]}
@@ -86,7 +85,7 @@ class Proxy:
         self, request: web.Request, content: bytes, headers: CIMultiDict[str]
     ) -> web.StreamResponse:
         try:
-            content = without_handoff(content)
+            content = bodies.without_handoff(content)
         except TooDeep as error:
             return replies.error(400, f"the request body cannot be passed on: {error}")
         tries = Tries(headers[REQUEST_ID], request.method in _HARMLESS or request.path in _COMPUTE_ONLY)
@@ -102,13 +101,13 @@ class Proxy:
             return replies.error(415, "the router takes no compressed body; send it without Content-Encoding")
         headers.popall("Content-Type", None)
         try:
-            body = parsed(content)
+            body = bodies.parsed(content)
         except ValueError as error:
             return replies.error(400, f"the request body is not JSON for this router: {error}")
         if not isinstance(body, dict):
             return replies.error(400, "the request body is not a JSON object")
         answer_as = uuid.uuid4().hex if self._answering.chats is not None else ""
-        asked = Asked(request.path, body, headers, answer_as)
+        asked = Sent(request.path, body, headers, answer_as=answer_as)
         keep, named = self._keeping(asked)
         if self._options.migrate and can_continue(request.path, body):
             resuming = Resuming(self._answering, self._sides[1], self.counts, asked)
@@ -117,7 +116,7 @@ class Proxy:
             _, answer, rest = await self._answering.open_any(stack, asked, Tries(asked.request_id))
             return await replies.passed_on(request, asked.request_id, answer, rest, keep, named)
 
-    def _keeping(self, asked: Asked) -> tuple[replies.Keep | None, Body | None]:
+    def _keeping(self, asked: Sent) -> tuple[replies.Keep | None, Body | None]:
         """Returns what keeps a ticket for the chat's next turn, and the ticket of an answer that carries none."""
         chats = self._answering.chats
         if chats is None or not asked.answer_as:
@@ -126,7 +125,7 @@ class Proxy:
         def keep(ticket: Body) -> None:
             self.counts["tickets_kept"] += chats.keep(asked.body, asked.headers, ticket)
 
-        return keep, named_ticket(asked.answer_as)
+        return keep, {ANSWER_OF: asked.answer_as}
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """Returns 200 if a request could be served now, else 503, and the servers that are up."""

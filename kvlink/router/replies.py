@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from kvlink.router.bodies import HANDOFF, MOST_PARSED, Body, encoded, handoff_of, object_in
-from kvlink.router.headers import end_to_end
+from kvlink.router.bodies import HANDOFF, Body, encoded, end_to_end, handoff_of, object_in
 from kvlink.router.retries import Answer
-from kvlink.router.upstream import BROKEN
+from kvlink.router.upstream import BROKEN, gathered
 
 _log = logging.getLogger("kvlink.router")
 
@@ -29,15 +28,14 @@ async def passed_on(
 ) -> web.StreamResponse:
     """Streams an answer to the client. If it breaks off, the connection is aborted, so it does not look complete.
 
-    With `keep`, the ticket in a JSON answer goes there and not to the client. Once another one is complete, `named`
-    does.
+    With `keep`, the ticket in a JSON answer goes there, and `named` once another one is complete.
     """
     response = await begun(request, answer)
     is_json = answer.headers.get("Content-Type", "").startswith("application/json")
     try:
         begin = answer.begin
         if keep is not None and is_json:
-            begin = _without_ticket(await _parsable(begin, rest), keep)
+            begin = _without_ticket(await gathered(rest, begin), keep)
         await response.write(begin)
         async for piece in rest:
             await response.write(piece)
@@ -48,16 +46,6 @@ async def passed_on(
         _log.warning("an answer broke off request=%s error=%r", request_id, error)
         abort(request)
     return response
-
-
-async def _parsable(begin: bytes, rest: AsyncIterator[bytes]) -> bytes:
-    """Returns the whole body, or the part of a larger one that is not parsed."""
-    whole = bytearray(begin)
-    async for piece in rest:
-        whole += piece
-        if len(whole) > MOST_PARSED:
-            break
-    return bytes(whole)
 
 
 async def begun(request: web.Request, answer: Answer) -> web.StreamResponse:

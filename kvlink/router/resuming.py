@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams an answer to a client from one decode server after another.
 
-If a server drains, the answer moves to one that has copied its cache. If a server breaks off, another one computes the
-tokens so far again. The client sees one answer, and no token twice.
+If a server drains, the answer moves to one that has copied its cache. If it breaks off, another one computes them.
 """
 
 from __future__ import annotations
@@ -12,21 +11,19 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from enum import Enum, auto
+from enum import Enum
 
 from aiohttp import web
 
 from kvlink.router import replies
-from kvlink.router.answering import Answering, Asked, NoHandoff, Opened
-from kvlink.router.bodies import Body
-from kvlink.router.copying import can_continue_here
+from kvlink.router.answering import Answering, NoHandoff
+from kvlink.router.bodies import ENCODING, Body
 from kvlink.router.counts import Counts
-from kvlink.router.headers import ENCODING
-from kvlink.router.moves import CHECK_S, Move
+from kvlink.router.moves import CHECK_S, Move, can_continue_here
 from kvlink.router.retries import NotServed, Tries
 from kvlink.router.server_events import DONE, ServerEvents, event_of, is_comment, is_done, value_of
 from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
-from kvlink.router.upstream import BROKEN, Upstream
+from kvlink.router.upstream import BROKEN, Opened, Sent, Upstream
 
 _log = logging.getLogger("kvlink.router")
 
@@ -39,18 +36,14 @@ _CHECK_AFTER_S = 5.0
 """After this time without an event, the router looks whether the server still answers probes."""
 
 
-class _End(Enum):
-    """Why no more of a server's answer is passed on."""
-
-    COMPLETE = auto()
-    BROKEN = auto()
-    MOVES = auto()
+_End = Enum("_End", ["COMPLETE", "BROKEN", "MOVES"])
+"""Why no more of a server's answer is passed on."""
 
 
 class Resuming:
     """Streams the answer to one request that `can_continue`."""
 
-    def __init__(self, answering: Answering, decode: Upstream, counts: Counts, asked: Asked) -> None:
+    def __init__(self, answering: Answering, decode: Upstream, counts: Counts, asked: Sent) -> None:
         self._answering = answering
         self._decode = decode
         self._counts = counts
@@ -67,8 +60,7 @@ class Resuming:
     ) -> web.StreamResponse:
         """Streams the answer. `keep` and `named` are those of `passed_on`. Raises what `open_any` raises.
 
-        If nobody can continue an answer, the client gets the last server's error, or the connection is aborted, so that
-        the answer does not look complete.
+        If nobody can continue, the client gets the last server's error, or the connection is aborted.
         """
         answer, asked = self._answer, self._asked
         async with self._stack as stack:
@@ -157,23 +149,22 @@ class Resuming:
 
     async def _moved(self, target: str) -> Opened | None:
         """Returns the rest of the answer from the server that has copied it, or None."""
-        asked = self._rest()
         try:
-            opened = await self._answering.open_at(self._stack, target, asked)
+            opened = await self._answering.open_at(self._stack, target, self._rest())
         except NotServed:
             return None
-        if not _is_stream(opened):
-            await self._stack.aclose()
-            return None
-        self._counts["moved"] += 1
-        _log.info("an answer moved request=%s server=%s", asked.request_id, target)
+        if _is_stream(opened):
+            return self._goes_on("moved", opened)
+        await self._stack.aclose()
+        return None
+
+    def _goes_on(self, how: str, opened: Opened) -> Opened:
+        self._counts[how] += 1
+        _log.info("an answer is %s request=%s server=%s", how, self._asked.request_id, opened.url)
         return opened
 
     async def _resumed(self) -> Opened | None:
-        """Returns the rest of the answer from any server, or None if none gives it in time, or one refuses.
-
-        Servers that drain come last. Those that failed are asked again after a wait.
-        """
+        """Returns the rest of the answer from any server, those that drain last, or None in vain."""
         draining, waited_s, tries = False, 0.0, Tries(self._asked.request_id)
         while tries.may_ask(self._decode.role):
             try:
@@ -183,9 +174,7 @@ class Resuming:
             except BrokenOff:
                 return None
             if opened is not None:
-                self._counts["resumed"] += 1
-                _log.info("an answer goes on request=%s server=%s", self._asked.request_id, opened.url)
-                return opened
+                return self._goes_on("resumed", opened)
             await self._stack.aclose()
             if draining:
                 if waited_s >= _NO_SERVER_S:
@@ -220,7 +209,7 @@ class Resuming:
             raise BrokenOff(f"a server answered {opened.answer.status}")
         return opened
 
-    def _rest(self) -> Asked:
+    def _rest(self) -> Sent:
         path, body = self._answer.begin_continuation()
         return self._asked._replace(path=path, body=body).named(str(self._number))
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what a failure says, and whether the request goes to another server. Does no I/O.
-
-`docs/servers/routers.md` has these rules as a table.
-"""
+"""Decides what a failure says, and who gets the request next: the table in docs/servers/routers.md. Does no I/O."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class Answer:
 
 
 class NotServed(Exception):
-    """A server did not begin to answer. `untouched` says that it never saw the request.
-
-    `answer` is what the server answered with a status that is not final.
-    """
+    """A server did not begin to answer, or only with `answer`, which is not final. `untouched`: it saw no request."""
 
     def __init__(self, reason: str, untouched: bool, answer: Answer | None = None) -> None:
         super().__init__(reason)
@@ -70,9 +64,9 @@ def own_limit(error: BaseException) -> OwnLimit | None:
 
 
 class Tries:
-    """Counts the servers that failed at one request which had reached them, and says whether another one is asked.
+    """Counts the servers that failed at one request which had reached them, as it may be what ends its servers.
 
-    The request itself may be what ends its servers. With `repeats` false, it may have had an effect at the first one.
+    With `repeats` false, it may have had an effect at the first one.
     """
 
     def __init__(self, request_id: str, repeats: bool = True) -> None:

@@ -8,7 +8,7 @@ import logging
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector, web
@@ -20,13 +20,11 @@ from kvlink.router.choice import Ring
 from kvlink.router.control_socket import listen
 from kvlink.router.counts import Counts
 from kvlink.router.proxy import Proxy
-from kvlink.router.upstream import Upstream
+from kvlink.router.upstream import Upstream, ended
 from kvlink.runtime.supervised import start_loop
 
 _log = logging.getLogger("kvlink.router")
 
-_MOST_BODY_BYTES = MOST_PARSED  # long prompts as token ids, or images in a chat
-_END_S = 5.0
 _USUAL = Options()
 
 
@@ -59,68 +57,46 @@ async def routing(
     options: Options = _USUAL,
     control: bool = False,
 ) -> AsyncIterator[str]:
-    """Routes between servers, given by their base URLs, and yields its own URL.
-
-    `port` 0 takes any free port. With `control`, `kvlink drain` can take servers out of their turn.
-    """
+    """Routes between servers, given by their base URLs, and yields its own URL. `control` is for `kvlink drain`."""
     # Each request has its own connection. A server may just be closing a kept connection, and a request lost that way
     # looks like a server that died with it. No client gets another one's cookies, and nothing is inflated.
-    async with ClientSession(
-        connector=TCPConnector(limit=0, force_close=True),
-        cookie_jar=DummyCookieJar(),
-        auto_decompress=False,
-        headers={"Accept-Encoding": "identity"},
-        skip_auto_headers=("Content-Type",),
-    ) as session:
+    async with (
+        ClientSession(
+            connector=TCPConnector(limit=0, force_close=True),
+            cookie_jar=DummyCookieJar(),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            skip_auto_headers=("Content-Type",),
+        ) as session,
+        AsyncExitStack() as stack,
+    ):
         session._retry_connection = False  # it sends even a DELETE again
         counts = Counts()
-        sides = (
-            Upstream("prefill", Ring(prefill), session, counts),
-            Upstream("decode", Ring(decode), session, counts),
-        )
+        urls = {"prefill": prefill, "decode": decode}
+        sides = [Upstream(role, Ring(of_role), session, counts) for role, of_role in urls.items()]
+        proxy = Proxy(sides[0], sides[1], counts, options)
+        app = web.Application(client_max_size=MOST_PARSED)
+        app.add_routes([web.get("/health", proxy.health), web.get("/metrics", proxy.metrics)])
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
         runner = web.AppRunner(
-            _application(Proxy(*sides, counts, options)),
+            app,
             handler_cancellation=True,  # a client that disconnects ends its requests to the servers
             access_log=None,
             auto_decompress=False,
-            shutdown_timeout=_END_S,
+            shutdown_timeout=5.0,
         )
         await runner.setup()
-        probing = [
-            start_loop("router probe", partial(side.probe, url)) for side in sides for url in side.ring.urls
-        ]
-        controlled: web.AppRunner | None = None
+        stack.push_async_callback(runner.cleanup)
+        for side in sides:
+            for url in side.ring.urls:
+                stack.push_async_callback(ended, start_loop("router probe", partial(side.probe, url)))
         try:
-            address = await _listen(runner, host, port)
-            if control:
-                controlled = await listen(sides, runner.addresses[0][1])
-            yield address
-        finally:
-            for loop in probing:
-                loop.cancel()
-            await asyncio.gather(*probing, return_exceptions=True)
-            await runner.cleanup()
-            if controlled is not None:
-                await controlled.cleanup()
-
-
-def _application(proxy: Proxy) -> web.Application:
-    app = web.Application(client_max_size=_MOST_BODY_BYTES)
-    app.add_routes(
-        [
-            web.get("/health", proxy.health),
-            web.get("/metrics", proxy.metrics),
-            web.route("*", "/{path:.*}", proxy.handle),
-        ]
-    )
-    return app
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        raise KVLinkError(
-            f"the router cannot listen on {host}:{port}: {error.strerror}; give another --port"
-        ) from error
-    return f"http://{host}:{runner.addresses[0][1]}"
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise KVLinkError(
+                f"the router cannot listen on {host}:{port}: {error.strerror}; give another --port"
+            ) from error
+        port = runner.addresses[0][1]
+        if control and (controlled := await listen(sides, port)) is not None:
+            stack.push_async_callback(controlled.cleanup)
+        yield f"http://{host}:{port}"

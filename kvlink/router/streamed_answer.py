@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tracks what a client has of a streamed answer, so that another server can continue it. Does no I/O.
 
-The client sees one answer: the events of later servers get the name of the first one, its format, and counts of all
-tokens.
+The client sees one answer: later events get the name of the first one, its format, and counts of all tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ class StreamedAnswer:
     def __init__(self, path: str, body: Body) -> None:
         self._path = path
         self._body = body
+        self.model = body.get("model")
         self._names: Body = {}
         self._prompt: list[int] | None = None
         self._tokens: list[int] = []
@@ -54,11 +54,6 @@ class StreamedAnswer:
         self.error: Body | None = None
         """The event in which a server said that it does not finish, until another one goes on."""
         self._is_refused = False
-
-    @property
-    def model(self) -> str | None:
-        """Returns the model that the client named."""
-        return self._body.get("model")
 
     @property
     def num_tokens(self) -> int:
@@ -84,10 +79,7 @@ class StreamedAnswer:
 
     @property
     def needs_check(self) -> bool:
-        """Returns whether the text may end within that of the last token.
-
-        An event with several tokens may end within a character, and a parser for chats may hold text back.
-        """
+        """Returns whether the text may end within that of the last token: within a character, or before held text."""
         return bool(self._tokens) and not self._ends_with_token
 
     def last_tokens(self, without: int) -> list[int]:
@@ -100,8 +92,7 @@ class StreamedAnswer:
     def ends_with(self, text: str, without: int) -> bool:
         """Takes the text of `last_tokens`, and returns whether the client's text ends there. Then it keeps only these.
 
-        vLLM sends the text of all tokens but those of an incomplete character, which shows as U+FFFD. Its parsers for
-        chats may hold back more.
+        vLLM holds back an incomplete character, which shows as U+FFFD, and its parsers for chats may hold back more.
         """
         is_here = text.endswith(self._tail) if self._path == CHATS else not text.endswith("\ufffd")
         if not is_here or without >= len(self._tokens) or (without and self._body.get("return_token_ids")):
@@ -130,10 +121,7 @@ class StreamedAnswer:
         return self.continuation()
 
     def take(self, event: Body) -> Body | None:
-        """Returns the event for the client, or None if the client gets nothing. Raises BrokenOff.
-
-        An event that is of no known form goes to the client, and ends what can be continued.
-        """
+        """Returns the event for the client, or None for nothing. One of no known form is foreign. Raises BrokenOff."""
         if event.get("error") is not None:
             self.error, self._is_refused = event, _is_of_request(event["error"])
             raise BrokenOff(repr(event["error"])[:200])

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import (
     ClientConnectorError,
@@ -22,7 +23,7 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
-from kvlink.router.bodies import MOST_PARSED, Body, encoded
+from kvlink.router.bodies import MOST_PARSED, REQUEST_ID, encoded
 from kvlink.router.choice import Ring
 from kvlink.router.counts import Counts
 from kvlink.router.retries import Answer, NotServed, OwnLimit, Tries, is_final, own_limit
@@ -32,19 +33,43 @@ BROKEN = (ClientError, OSError, asyncio.TimeoutError)
 
 _PROBE_S = 10.0
 _PROBE_EVERY_S = 2.0
+_DRAINING_EVERY_S = 0.25
+"""No server starts faster than this, so its restart is seen."""
+_START_TIME = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)
 # Computing a long prompt may take minutes and a stream may pause, so only a broken connection ends a request.
 _PATIENT = ClientTimeout(total=None, sock_connect=3.0)
 
 T = TypeVar("T")
 
 
+class Opened(NamedTuple):
+    """An answer that has begun, and the rest of its body, which may raise one of BROKEN."""
+
+    url: str
+    answer: Answer
+    rest: AsyncIterator[bytes]
+
+
 class Sent(NamedTuple):
-    """A request as a server gets it. A body that is a dict is written as JSON."""
+    """A request to a server. A body that is a dict is written as JSON."""
 
     path: str
-    body: Body | bytes | None
+    body: Any
     headers: Mapping[str, str]
     method: str = "POST"
+    answer_as: str = ""
+    """The name of the answer's ticket, or "" for none."""
+
+    @property
+    def request_id(self) -> str:
+        """Returns the id that all servers get."""
+        return self.headers[REQUEST_ID]
+
+    def named(self, suffix: str) -> Sent:
+        """Returns the same with another id, because a server may get both."""
+        headers = CIMultiDict(self.headers)
+        headers[REQUEST_ID] = f"{self.request_id}-{suffix}"
+        return self._replace(headers=headers)
 
 
 class Upstream:
@@ -59,9 +84,10 @@ class Upstream:
         self._session = session
         self._counts = counts
 
-    def drain(self, url: str) -> None:
+    async def drain(self, url: str) -> None:
         """Sends a server no new requests from now on, and lets those that can move leave it."""
         self.ring.drain(url)
+        self.ring.drain(url, await self._start_time(url))
         self._leaving[url].set()
 
     def resume(self, url: str) -> None:
@@ -91,9 +117,9 @@ class Upstream:
         draining: bool = False,
         first: str = "",
     ) -> T:
-        """Returns what `ask` returns for the first server that serves, `first` before all others.
+        """Returns what `ask` returns for the first server that serves, beginning with `first`. Raises NotServed.
 
-        Servers in `without` are not asked, and those that drain only with `draining`. Raises the last NotServed.
+        Servers in `without` are not asked, and those that drain only with `draining`.
         """
         tried = list(without)
         while tries.may_ask(self.role):
@@ -117,14 +143,11 @@ class Upstream:
             return Answer(response.status, response.headers, await self._read(url, response, whole=True))
 
     @asynccontextmanager
-    async def stream(self, url: str, sent: Sent) -> AsyncIterator[tuple[Answer, AsyncIterator[bytes]]]:
-        """Yields an answer that has begun, and the rest of its body, which may raise one of BROKEN. Raises NotServed.
-
-        Leaving the context early closes the connection, upon which the server aborts the request.
-        """
+    async def stream(self, url: str, sent: Sent) -> AsyncIterator[Opened]:
+        """Yields an answer that has begun. Raises NotServed. Leaving the context early aborts the request."""
         async with self._open(url, sent) as response:
             begin = await self._read(url, response, whole=False)
-            yield Answer(response.status, response.headers, begin), response.content.iter_any()
+            yield Opened(url, Answer(response.status, response.headers, begin), response.content.iter_any())
 
     @asynccontextmanager
     async def _open(self, url: str, sent: Sent) -> AsyncIterator[ClientResponse]:
@@ -152,7 +175,10 @@ class Upstream:
         """Returns the body, or its first part if not `whole`. Only then has the server begun to answer."""
         status = response.status
         try:
-            body = await (_whole(response) if whole or not is_final(status) else response.content.readany())
+            whole, content = whole or not is_final(status), response.content
+            body = await (gathered(content.iter_any()) if whole else content.readany())
+            if whole and len(body) > MOST_PARSED:
+                raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
         except BROKEN as error:
             raise self._gone(url, error, untouched=False) from error
         if status >= 500:
@@ -179,17 +205,35 @@ class Upstream:
                     alive: bool | None = response.status == 200
             except BROKEN as error:
                 alive = None if own_limit(error) else False
+            if alive and self.ring.draining(url):
+                self.ring.began(url, await self._start_time(url))
             if alive:
                 self.answered(url)
             elif alive is False:
                 self.ring.failed(url, time.monotonic())
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(_DRAINING_EVERY_S if self.ring.draining(url) else _PROBE_EVERY_S)
+
+    async def _start_time(self, url: str) -> str:
+        """Returns when the server's process began, as it says itself, or ""."""
+        with suppress(*BROKEN):
+            get = self._session.get(f"{url}/metrics", timeout=ClientTimeout(_PROBE_S), allow_redirects=False)
+            async with get as response:
+                found = _START_TIME.search(await gathered(response.content.iter_any()))
+                return found[1].decode() if found else ""
+        return ""
 
 
-async def _whole(response: ClientResponse) -> bytes:
-    body = bytearray()
-    async for piece in response.content.iter_any():
+async def gathered(pieces: AsyncIterator[bytes], begin: bytes = b"") -> bytes:
+    """Returns the whole of a body, or a part of a larger one that exceeds MOST_PARSED."""
+    body = bytearray(begin)
+    async for piece in pieces:
         body += piece
         if len(body) > MOST_PARSED:
-            raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
+            break
     return bytes(body)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

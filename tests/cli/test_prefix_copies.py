@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,3 +75,19 @@ def test_what_is_no_sample_is_left_out() -> None:
         'vllm:kvlink_turns_total{result="found",engine="0"} 2.0\n'
     )
     assert Counters.of(text) == Counters({"local_compute": 1_500_000}, {"found": 2}, True)
+
+
+@pytest.mark.parametrize("value", ["1e999", "1.2.3", "1e99999999", "9" * 999, "-1", ""])
+def test_what_is_no_count_is_left_out(value: str) -> None:
+    assert Counters.of(f'vllm:kvlink_turns_total{{result="found"}} {value}\n').results == {}
+
+
+def test_a_long_line_takes_no_longer_than_it_is() -> None:
+    """In a process that may use 10 s of a CPU: a search from each of its commas took half a minute."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (10, 10)); "
+        "from kvlink.cli.prefix_copies import Counters; "
+        "line = 'vllm:kvlink_turns_total{' + ',result=\"a\"' * 50_000; "
+        "print(Counters.of(line * 2))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from control.cards import make_card, make_offer
 from control.certificates import Pki
 from waiting import closed_port, until
 
+from kvlink.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
-from kvlink.control.refusal import WorkerIdTaken
-from kvlink.coordinator import Coordinator
+from kvlink.control.refusal import Refused, WorkerIdTaken
+from kvlink.coordinator import Coordinator, incumbents
 from kvlink.coordinator.incumbents import Incumbents
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import AccessDenied
-from kvlink.types import WorkerCard
+from kvlink.types import HostIdentity, WorkerCard
 
 
 def ignore(slot: int, settle_nonce: int) -> None:
@@ -29,9 +31,9 @@ def ignore(slot: int, settle_nonce: int) -> None:
 
 
 @asynccontextmanager
-async def agent(security: Security | None = None) -> AsyncIterator[WorkerAgent]:
+async def agent(security: Security | None = None, port: int = 0) -> AsyncIterator[WorkerAgent]:
     agent = WorkerAgent(lambda *_: (1, []), lambda *_: False, lambda *_: False, security=security)
-    await agent.start()
+    await agent.start(port=port)
     yield agent
     await agent.close()
 
@@ -98,16 +100,57 @@ async def test_another_process_at_the_old_address_is_not_the_old_one(client: Coo
         assert (await client.join(second())).epoch == 9
 
 
-async def test_a_restart_at_the_same_address_asks_nobody() -> None:
-    store, asked = await started_store(), []
+HERE, THERE = HostIdentity("boot", 1, 2, 3, 4), HostIdentity("another boot", 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("answers", "address", "host", "is_taken"),
+    [
+        ("the first", "10.0.0.7:1", HERE, True),
+        ("the first", "127.0.0.1:1", HERE, True),
+        ("the first", "127.0.0.1:1", THERE, True),
+        ("the second", "10.0.0.7:1", HERE, False),
+        ("the second", "10.0.0.7:1", THERE, False),
+        ("the second", "127.0.0.1:1", HERE, False),
+        ("the second", "127.0.0.1:1", THERE, True),
+        ("nobody yet", "10.0.0.7:1", HERE, False),
+        ("nobody yet", "127.0.0.1:1", THERE, True),
+    ],
+)
+async def test_a_process_at_the_address_of_another_is_asked_for(
+    answers: str, address: str, host: HostIdentity, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Service, a NAT or loopback on two hosts: the address alone does not say that the first process has ended."""
+    first, newcomer = make_card(agent=address), replace(second(address), host=host)
 
     async def ask(address: str, tenant: str) -> WorkerCard:
-        asked.append(address)
-        return make_card()
+        if answers == "nobody yet":
+            await asyncio.Event().wait()
+        return first if answers == "the first" else newcomer
 
-    await Incumbents(store, Security(), ask).check_gone(second(make_card().agent))
-    await Incumbents(store, Security(), ask).check_gone(make_card())
-    assert asked == []
+    monkeypatch.setattr(incumbents, "_OWN_ANSWER_S", 0.0 if answers == "nobody yet" else 30.0)
+    deciding = Incumbents(await started_store(first), Security(), ask).check_gone(newcomer)
+    with pytest.raises(Refused, match="runs already") if is_taken else nullcontext():
+        await deciding
+
+
+async def test_a_process_that_comes_back_asks_nobody() -> None:
+    async def ask(address: str, tenant: str) -> WorkerCard:
+        raise AssertionError
+
+    await Incumbents(await started_store(), Security(), ask).check_gone(make_card())
+
+
+async def test_a_restart_on_a_fixed_port_joins_although_its_own_agent_answers(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incumbents, "_OWN_ANSWER_S", 0.0)
+    async with agent() as first:
+        await client.join(make_card(agent=first.address))
+        first.publish(make_card(agent=first.address))
+    async with agent(port=split_address(first.address)[1]) as again:
+        assert again.address == first.address
+        assert (await client.join(second(again.address))).epoch == 9
 
 
 async def test_who_does_not_answer_in_time_has_lost_the_name() -> None:
@@ -162,10 +205,10 @@ async def test_under_tls_a_coordinator_may_ask_an_agent_who_it_is_and_nothing_el
     await coordinator.close()
 
 
-async def started_store() -> MemoryStore:
+async def started_store(card: WorkerCard | None = None) -> MemoryStore:
     store = MemoryStore()
     await store.start()
-    await store.join(make_card(), rejoin=False)
+    await store.join(card or make_card(), rejoin=False)
     return store
 
 

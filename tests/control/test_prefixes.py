@@ -159,9 +159,9 @@ class Bounded:
         set_caller(Caller(tenant))
         return "".join([each for each in prompts if await self.service.find(query(each))])
 
-    def counted(self) -> CoordinatorStatus:
+    async def counted(self) -> CoordinatorStatus:
         set_caller(Caller("*", Role.OBSERVER))
-        return self.service.counted(CoordinatorStatus())
+        return await self.service.counted(CoordinatorStatus())
 
 
 async def test_the_oldest_prefix_of_the_largest_tenant_makes_room() -> None:
@@ -171,7 +171,7 @@ async def test_the_oldest_prefix_of_the_largest_tenant_makes_room() -> None:
         await bounded.publish("large", prefix(prompt))
     assert await bounded.found("small", "ab") == "ab"
     assert await bounded.found("large", "abcdefgh") == "efgh"
-    status = bounded.counted()
+    status = await bounded.counted()
     assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (6, 4, 10)
     await bounded.service.close()
 
@@ -180,9 +180,9 @@ async def test_its_memory_is_bounded() -> None:
     bounded = Bounded(Limits(prefix_bytes=100_000))
     for number in range(50):
         await bounded.publish("acme", prefix("a" * 20, str(number))._replace(ticket=bytes(2_000)))
-    assert 80_000 < bounded.counted().prefix_bytes <= 100_000
+    assert 80_000 < (await bounded.counted()).prefix_bytes <= 100_000
     await bounded.publish("acme", prefix("x")._replace(ticket=bytes(200_000)))
-    assert bounded.counted().prefixes == 0, "what is larger than the directory is not kept"
+    assert (await bounded.counted()).prefixes == 0, "what is larger than the directory is not kept"
     await bounded.service.close()
 
 
@@ -192,6 +192,6 @@ async def test_a_prefix_expires_by_the_coordinators_clock() -> None:
     bounded.now = 5.0
     assert await bounded.found("acme", "ab") == "b"
     bounded.now = 50.0
-    status = bounded.counted()
+    status = await bounded.counted()
     assert (status.prefixes, status.expired_prefixes, status.prefix_bytes) == (0, 2, 0)
     await bounded.service.close()

@@ -34,6 +34,7 @@ class ServerCall:
         self._call = call
         self._handler = handler
         self._is_over = False
+        self._status: list[Any] = [grpc.StatusCode.OK, "", ()]
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     def cancel(self) -> None:
@@ -59,6 +60,19 @@ class ServerCall:
     async def abort(self, code: grpc.StatusCode, details: str = "", trailers: Metadata = ()) -> NoReturn:
         self._end(code, details, trailers)
         raise _Aborted
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._status[0] = code
+
+    def set_details(self, details: str) -> None:
+        self._status[1] = details
+
+    def set_trailing_metadata(self, trailers: Metadata) -> None:
+        self._status[2] = trailers
+
+    async def read(self) -> Any:
+        blob = await self._call.requests.get()
+        return grpc.aio.EOF if blob is None else self._decoded(blob)
 
     def _send(self, what: str, deliver: Any) -> None:
         if not self._is_over:
@@ -92,8 +106,10 @@ class ServerCall:
                 if handler.unary_stream is not None:
                     await handler.unary_stream(request, self)
                 else:
-                    await self.write(await handler.unary_unary(request, self))
-            self._end(grpc.StatusCode.OK)
+                    reply = await handler.unary_unary(request, self)
+                    if self._status[0] is grpc.StatusCode.OK:
+                        await self.write(reply)
+            self._end(*self._status)
         except _Aborted:
             pass
         except Exception as error:

@@ -180,3 +180,35 @@ def test_what_no_coordinator_wrote_is_passed_over(kind: bytes, noise: bytes) -> 
         mirror.apply([pb.Event(kv=pb.KeyValue(key=key, value=noise, mod_revision=2))], 0.0)
     assert mirror.members == {}
     assert mirror.num_free == 0
+
+
+def _put(key: bytes, value: bytes, revision: int) -> pb.Event:
+    return pb.Event(kv=pb.KeyValue(key=key, value=value, mod_revision=revision))
+
+
+@pytest.mark.parametrize("offered_again_at", [2.5, 15.5, 20.5, 29.5])
+def test_a_record_outlives_a_ticket_that_is_offered_again_late(offered_again_at: float) -> None:
+    """The ticket's last 20 s begin again with its second write, which was slow. Nobody else gets it."""
+    layout = Keys("fleet", "")
+    mirror = Mirror(layout, Limits())
+    offer = make_offer("r", ttl_s=20.0)
+    key, record = layout.ticket("r", 0), layout.claim_record("r")
+    mirror.apply([_put(key, StoredRecords.OFFER.encode(offer), 1)], 0.0)
+    claimed = serve(mirror.requests["r"], Claim("r", claim_id=b"first"))
+    assert claimed is not None
+    assert claimed.record is not None
+    mirror.apply([_put(record, StoredRecords.CLAIMED.encode(claimed.record), 2)], 0.5)
+    mirror.apply([pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key))], 1.0)
+    ended: list[tuple[str, int]] = []
+    for now in range(1, 100):
+        if now > offered_again_at > now - 1:
+            mirror.apply([_put(key, StoredRecords.OFFER.encode(offer), 3)], offered_again_at)
+        for name, rank in mirror.expire(float(now)):
+            ended.append((name, rank))
+            what = record if rank < 0 else key
+            mirror.apply([pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=what))], float(now))
+        request = mirror.requests.get("r")
+        assert request is None or serve(request, Claim("r", claim_id=b"rival")) is None, now
+    assert ended == [("r", 0), ("r", -1)]
+    assert not mirror.requests
+    assert len(mirror.due) == 0

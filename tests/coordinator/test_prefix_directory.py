@@ -7,7 +7,8 @@ import gc
 import tracemalloc
 from array import array
 
-from coordinator.chains import SCOPE, STEP, keys, prefix, query
+import pytest
+from coordinator.chains import SCOPE, STEP, prefix, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_a_server_of_several_ranks_is_found_once_all_have_published() -> None:
     directory.publish("rank-1", 1, prefix("abc", "mine", 1, 3), 0.0)
     ((worker, copy),) = directory.find(query("abcd"), 1)
     assert (worker, [ticket[-6:] for ticket in copy.tickets]) == ("rank-0", [b"rank 0", b"rank 1", b"rank 2"])
-    directory.drop_worker("rank-1", 1)
+    directory.drop_worker("rank-1", 1, 9)
     assert found(directory, "abc") == []
     assert (len(directory), directory.num_bytes) == (0, 0)
 
@@ -93,7 +94,7 @@ def test_a_rank_of_another_server_does_not_join_in() -> None:
     directory.withdraw("a0", "same")
     directory.publish("b1", 1, prefix("abc", "same", 1, 2), 0.0)
     assert found(directory, "abc") == [("b0", 3)]
-    directory.drop_worker("a0", 1)
+    directory.drop_worker("a0", 1, 9)
     assert found(directory, "abc") == [("b0", 3)]
 
 
@@ -102,15 +103,13 @@ def test_it_ends_with_its_time_or_its_worker() -> None:
     directory.publish("w", 1, prefix("ab", ttl_s=5.0), 0.0)
     directory.publish("w", 1, prefix("ab", ttl_s=5.0), 3.0)
     directory.publish("v", 7, prefix("xy", ttl_s=50.0), 0.0)
-    directory.expire(7.9)
+    directory.expire(7.9, 9)
     assert found(directory, "ab") == [("w", 2)]
-    directory.expire(8.0)
+    directory.expire(8.0, 9)
     assert (found(directory, "ab"), directory.num_expired) == ([], 1)
-    directory.drop_worker("v", 6)
-    assert found(directory, "xy") == [("v", 2)]
-    directory.keep_only({("v", 7)})
-    assert found(directory, "xy") == [("v", 2)]
-    directory.keep_only({("v", 8), ("w", 1)})
+    assert not directory.drop_worker("v", 6, 9)
+    assert (found(directory, "xy"), directory.publishers()) == ([("v", 2)], [("v", 7)])
+    assert not directory.drop_worker("v", 7, 9)
     assert found(directory, "xy") == []
 
 
@@ -139,7 +138,7 @@ def test_it_finds_what_a_search_through_all_finds(
     directory = PrefixDirectory()
     known: dict[tuple[str, str], float] = {}  # oldest first
     for at, (what, worker, prompt, ttl_s) in enumerate(steps):
-        directory.expire(at)
+        directory.expire(at, 99)
         known = {key: due for key, due in known.items() if due > at}
         if what == "publish":
             directory.publish(worker, 1, prefix(prompt, ttl_s=ttl_s), at)
@@ -149,7 +148,7 @@ def test_it_finds_what_a_search_through_all_finds(
             directory.withdraw(worker, prompt)
             known.pop((worker, prompt), None)
         elif what == "gone":
-            directory.drop_worker(worker, 1)
+            directory.drop_worker(worker, 1, 99)
             known = {key: due for key, due in known.items() if key[0] != worker}
         elif known:
             directory.evict_oldest()
@@ -161,8 +160,24 @@ def test_it_finds_what_a_search_through_all_finds(
     answer = found(directory, asked, worker_id=reader, more_than=more_than, most=16)
     assert {worker for worker, _ in answer} == best
     assert {length for _, length in answer} <= {longest}
-    directory.keep_only(set())
-    assert (len(directory), directory.num_bytes, directory._indexes, directory._of_worker) == (0, 0, {}, {})
+    check_tree(directory)
+    for publisher in directory.publishers():
+        directory.drop_worker(*publisher, 99)
+    assert (len(directory), directory.num_bytes, directory._roots, directory._of_worker) == (0, 0, {}, {})
+
+
+def check_tree(directory: PrefixDirectory) -> None:
+    """Each node has the copies that pass through it, and no two nodes in a row have the same ones."""
+    nodes = [node for root in directory._roots.values() for node in root.children.values()]
+    for node in nodes:
+        copies = {copy for of_server in node.copies.values() for copy in of_server}
+        through = [
+            copy for copy in directory._copies.values() if copy.keys[: node.end] == node.keys()[: node.end]
+        ]
+        assert copies == set(through)
+        assert len(copies) == node.num_copies
+        assert all(child.num_copies < node.num_copies for child in node.children.values())
+        nodes += node.children.values()
 
 
 def _common(a: str, b: str) -> int:
@@ -180,31 +195,35 @@ def _many(number: int, shared: int, by: int) -> list[Prefix]:
     return published
 
 
-def test_it_takes_no_more_memory_than_it_counts() -> None:
-    for shared, by in ((0, 1), (500, 2), (250, 3), (500, 40)):
-        published = _many(40, shared, by)
-        gc.collect()
-        tracemalloc.start()
-        directory = PrefixDirectory()
-        for number, each in enumerate(published):
-            directory.publish(f"worker-{number}", 1, each, 0.0)
-        measured = tracemalloc.get_traced_memory()[0] + 40 * 3_000  # the tickets were there before
-        tracemalloc.stop()
-        assert measured < directory.num_bytes < 5 * measured, (shared, measured, directory.num_bytes)
+def _shapes() -> dict[str, list[Prefix]]:
+    one = _many(1, 0, 1)[0]
+    return {
+        **{f"{shared} keys of {by} in common": _many(40, shared, by) for shared, by in SHARED},
+        "each longer than the last": [
+            one._replace(request_id=str(n), keys=one.keys[: 8 * n]) for n in range(1, 200)
+        ],
+        "each of its own scope": [
+            one._replace(request_id=str(n), scope=n.to_bytes(16, "big"), keys=one.keys[:8])
+            for n in range(200)
+        ],
+        "none with a key in common": [
+            one._replace(request_id=str(n), keys=one.keys[8 * n :]) for n in range(400)
+        ],
+    }
 
 
-def test_a_lookup_looks_at_few_keys() -> None:
+SHARED = ((0, 1), (500, 2), (250, 3), (500, 40))
+
+
+@pytest.mark.parametrize("shape", _shapes())
+def test_it_takes_no_more_memory_than_it_counts(shape: str) -> None:
+    published = [prefix._replace(ticket=b"ticket") for prefix in _shapes()[shape]]
+    gc.collect()
+    tracemalloc.start()
     directory = PrefixDirectory()
-    directory.publish("w", 1, prefix("a" * 60), 0.0)
-
-    class Counted(dict):  # type: ignore[type-arg]
-        num_reads = 0
-
-        def __contains__(self, key: object) -> bool:
-            self.num_reads += 1
-            return super().__contains__(key)
-
-    counted = directory._indexes[SCOPE, STEP] = Counted(directory._indexes[SCOPE, STEP])
-    assert found(directory, "a" * 40 + "b" * 900) == [("w", 40)]
-    assert counted.num_reads <= 11
-    assert keys("ab")[:8] == keys("a")
+    for number, each in enumerate(published):
+        directory.publish(f"worker-{number}", 1, each, 0.0)
+    before = sum(len(each.keys) + len(each.ticket) for each in published)  # there before
+    measured = tracemalloc.get_traced_memory()[0] + before
+    tracemalloc.stop()
+    assert measured < directory.num_bytes < 5 * measured

@@ -25,7 +25,7 @@ from servers import Server, running
 from streams import MODEL, body_of, connect, launch
 
 from kvlink.router.answering import Answering, Options
-from kvlink.router.control_client import asking
+from kvlink.router.control_socket import asking
 from kvlink.router.serving import routing
 
 SIZES = (128, 1024, 4096)

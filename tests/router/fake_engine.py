@@ -39,6 +39,8 @@ class FakeEngine:
         self.hold: asyncio.Event | None = None
         """Answers wait for it."""
         self.probes = 0
+        self.start_time = ""
+        """When its process began, as its metrics say."""
         self.hangs_at_probes = False
         self.aborted = asyncio.Event()
         self.arrived = asyncio.Event()
@@ -55,6 +57,7 @@ class FakeEngine:
                 web.post("/detokenize", self._detokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
                 web.route("*", "/{path:.*}", self._other),
             ]
         )
@@ -151,6 +154,9 @@ class FakeEngine:
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         raise web.HTTPNotFound
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=f"process_start_time_seconds {self.start_time}\nother 1.0\n")
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         self.probes += 1

@@ -54,7 +54,7 @@ class Moving(Place):
 
     async def drain_first(self, until: str) -> None:
         """Drains the first server, and returns when the router has counted `until`, or has copied the answer."""
-        await ask(self, "drain", self.engines[0].url)
+        await ask(self, "force", self.engines[0].url)
         if until:
             while not (await self.counts()).get(until):
                 pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
 from test_router import BODY, Place
+from waiting import until
 
 from kvlink.cli.drain import wait
 from kvlink.errors import ConfigError
-from kvlink.router import control_client, control_socket
-from kvlink.router.control_client import asking
+from kvlink.router import control_socket, upstream
+from kvlink.router.control_socket import asking
 
 Row = dict[str, Any]
 
@@ -70,6 +72,49 @@ async def test_running_requests_are_counted_until_they_end(place: Place) -> None
     assert [row["running"] for row in rows] == [0, 0, 0, 0]
 
 
+async def test_a_server_that_came_back_unseen_gets_requests_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refused no connection while a probe was made: its process says that it is another one."""
+    monkeypatch.setattr(upstream, "_DRAINING_EVERY_S", 0.0)
+    leaving = place.decode[0]
+    leaving.start_time = "1.7e+09"
+    rows = await ask(place, "drain", leaving.url)
+    probed = leaving.probes
+    await until(lambda: leaving.probes > probed + 3)
+    assert await state_of(place, leaving.url) == "draining"
+    leaving.start_time = "1.8e+09"
+
+    async def is_up() -> bool:
+        return await state_of(place, leaving.url) == "up"
+
+    await until(is_up)
+    await ask(place, "drain", place.decode[1].url)
+    assert len(rows) == 4
+
+
+async def state_of(place: Place, url: str) -> str:
+    return next(row["state"] for row in await ask(place, "servers") if row["server"] == url)
+
+
+async def test_the_last_server_drains_only_by_force(place: Place) -> None:
+    for role, engines in (("prefill", place.prefill), ("decode", place.decode)):
+        await ask(place, "drain", engines[0].url)
+        with pytest.raises(ConfigError, match=f"no other {role} server is up; --force"):
+            await ask(place, "drain", engines[1].url)
+        assert await state_of(place, engines[1].url) == "up"
+    assert (await place.post())[0] == 200
+    await ask(place, "force", place.decode[1].url)
+    assert (await place.post())[0] == 503
+
+
+async def test_a_server_beside_one_that_is_away_is_the_last(place: Place) -> None:
+    await place.kill(place.decode[0])
+    assert (await place.post())[0] == 200
+    with pytest.raises(ConfigError, match="no other decode"):
+        await ask(place, "drain", place.decode[1].url)
+
+
 async def test_a_server_that_the_router_does_not_have_is_named(place: Place) -> None:
     with pytest.raises(ConfigError, match=r"no server http://nobody; it has http://127"):
         await ask(place, "drain", "http://nobody")
@@ -77,7 +122,7 @@ async def test_a_server_that_the_router_does_not_have_is_named(place: Place) -> 
 
 async def test_other_users_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_not_own(_: socket.socket) -> bool:
-        return False
+        return threading.current_thread() is not threading.main_thread()  # where the client is
 
     monkeypatch.setattr(control_socket, "is_own", is_not_own)
     with pytest.raises(ConfigError, match="only the user of the router and root"):
@@ -88,7 +133,7 @@ def test_an_impostor_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
         impostor.bind(control_socket.socket_name(1))
         impostor.listen()
-        monkeypatch.setattr(control_client, "is_own", lambda _: False)
+        monkeypatch.setattr(control_socket, "is_own", lambda _: False)
         with asking(1) as send, pytest.raises(Exception, match="another user's process"):
             send("drain", "http://a")
 

@@ -110,17 +110,20 @@ async def test_a_target_that_hangs_after_it_copied(place: Moving, monkeypatch: p
     assert "moved" not in await place.counts()
 
 
+NOBODY = "http://127.0.0.1:1"
+
+
 async def test_streams_leave_a_server_until_it_is_replaced() -> None:
     async with ClientSession() as session:
-        servers = Upstream("decode", Ring(["http://a"]), session, Counts())
-        servers.drain("http://a")
-        servers.broke_off("http://a")
-        servers.answered("http://a")
-        await servers.leaves("http://a")
-        assert servers.ring.draining("http://a"), "one stream broke off, and the server is the same"
-        servers.ring.failed("http://a", 0.0)
-        servers.answered("http://a")
-        leaving = asyncio.create_task(servers.leaves("http://a"))
+        servers = Upstream("decode", Ring([NOBODY]), session, Counts())
+        await servers.drain(NOBODY)
+        servers.broke_off(NOBODY)
+        servers.answered(NOBODY)
+        await servers.leaves(NOBODY)
+        assert servers.ring.draining(NOBODY), "one stream broke off, and the server is the same"
+        servers.ring.failed(NOBODY, 0.0)
+        servers.answered(NOBODY)
+        leaving = asyncio.create_task(servers.leaves(NOBODY))
         await asyncio.sleep(0)
         assert not leaving.done()
         leaving.cancel()

@@ -275,7 +275,7 @@ async def test_a_body_that_is_no_request(place: Place, body: str) -> None:
 async def test_a_body_above_the_limit_is_refused_and_reaches_nobody(
     stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, sent_in_pieces: bool
 ) -> None:
-    monkeypatch.setattr(serving, "_MOST_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(serving, "MOST_PARSED", 1 << 20)
     place = await Place(stack).start()
 
     async def pieces() -> AsyncIterator[bytes]:

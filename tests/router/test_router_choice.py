@@ -66,18 +66,32 @@ def test_a_draining_server_is_left_out_until_it_has_been_replaced() -> None:
     assert sorted(str(ring.choose(0)) for _ in range(2)) == URLS[:2]
 
 
+@pytest.mark.parametrize(
+    ("times", "replaced"),
+    [
+        (["1.0", "1.0"], False),
+        (["1.0", "2.0"], True),
+        (["", "1.0"], False),
+        (["1.0", ""], False),
+        (["1.0", "", "2.0"], True),
+    ],
+)
+def test_a_server_that_began_at_another_time_was_replaced(times: list[str], replaced: bool) -> None:
+    ring = Ring(URLS[:2])
+    ring.began("http://a", "an earlier process")
+    ring.drain("http://a", times[0])
+    for when in times:
+        ring.began("http://a", when)
+        ring.succeeded("http://a")
+    assert ring.draining("http://a") is not replaced
+
+
 def test_draining_can_be_undone() -> None:
     ring = Ring(URLS[:1])
     ring.drain(URLS[0])
     assert ring.choose(0) is None
     ring.resume(URLS[0])
     assert ring.choose(0) == URLS[0]
-
-
-def test_the_state_is_said_in_words() -> None:
-    ring = Ring(URLS[:2])
-    ring.failed("http://a", 0)
-    assert repr(ring) == "Ring(http://a failed 1×, http://b failed 0×)"
 
 
 def test_prefill_computes_one_token_and_keeps_its_blocks() -> None:

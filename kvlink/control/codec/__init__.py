@@ -10,9 +10,19 @@ from kvlink.control.codec import _prefixes as prefixes
 from kvlink.control.codec import _records as records
 from kvlink.control.codec._cards import CARD
 from kvlink.control.codec._handoffs import BatchWriter
+from kvlink.control.codec._overview import write_view
 from kvlink.control.codec._wire import Codec, Method
 
-__all__ = ["CARD", "AgentCalls", "BatchWriter", "Codec", "CoordinatorCalls", "Method", "StoredRecords"]
+__all__ = [
+    "CARD",
+    "AgentCalls",
+    "BatchWriter",
+    "Codec",
+    "CoordinatorCalls",
+    "Method",
+    "StoredRecords",
+    "write_view",
+]
 
 
 class CoordinatorCalls:

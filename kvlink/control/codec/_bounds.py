@@ -29,6 +29,11 @@ class Repeated(NamedTuple):
     together: bool = False
     """The bounds inside are those of all entries together, not of each."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether an entry need not be looked into."""
+        return self.inside is None and not self.packed
+
 
 class Single(NamedTuple):
     """Bounds the fields of a nested message. If it occurs more than once, protobuf merges it, so counts add up."""
@@ -67,6 +72,16 @@ def _scan(
     at, end = 0, len(blob)
     while at < end:
         tag = blob[at]
+        bound = bounds.get(tag >> 3)
+        if (
+            bound is not None
+            and tag & 7 == _BYTES
+            and tag < 0x80
+            and isinstance(bound, Repeated)
+            and bound.is_plain
+        ):
+            at = _scan_run(blob, at, tag, bound, counts, (*path, bound.name))
+            continue
         at += 1
         if tag >= 0x80:
             tag, at = _varint(blob, at - 1)
@@ -90,6 +105,36 @@ def _scan(
                 _scan(blob[start:at], bound.inside, counts, (*path, tag >> 3))
         else:
             _count(blob[start:at], bound, kind, counts, (*path, bound.name))
+
+
+def _scan_run(
+    blob: memoryview,
+    at: int,
+    tag: int,
+    bound: Repeated,
+    counts: dict[tuple[object, ...], int],
+    path: tuple[object, ...],
+) -> int:
+    """Counts fields of one tag that follow each other, most of which are short. Returns the position behind them."""
+    number, end = counts.get(path, 0), len(blob)
+    try:
+        while at < end and blob[at] == tag:
+            if (size := blob[at + 1]) < 0x80:
+                at += 2 + size
+            else:
+                size, at = _varint(blob, at + 1)
+                at += size
+            number += 1
+            if number > bound.most:
+                raise ConfigError(
+                    f"the number of {bound.name} exceeds {bound.most}, the maximum that is accepted"
+                )
+    except IndexError:
+        raise ConfigError("it is truncated") from None
+    if at > end:
+        raise ConfigError("it is truncated")
+    counts[path] = number
+    return at
 
 
 def _count(

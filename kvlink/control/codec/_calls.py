@@ -76,11 +76,10 @@ def _read_watch(message: pb.WatchWorkersRequest) -> Watch:
 
 
 def _write_changes(changes: WorkerChanges) -> pb.WatchWorkersReply:
-    return pb.WatchWorkersReply(changes=[_write_change(change) for change in changes])
-
-
-def _write_change(change: WorkerChange) -> pb.WatchWorkersReply.Change:
-    return pb.WatchWorkersReply.Change(down=change.what is Joined.DOWN, card=seal(change.card))
+    make, down = pb.WatchWorkersReply.Change, Joined.DOWN
+    return pb.WatchWorkersReply(
+        changes=[make(down=each.what is down, card=seal(each.card)) for each in changes]
+    )
 
 
 def _read_changes(message: pb.WatchWorkersReply) -> WorkerChanges:

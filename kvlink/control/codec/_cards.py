@@ -23,8 +23,8 @@ from kvlink.types import HostIdentity, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
 _KEYS: Bounds = {
-    3: Repeated("pool keys", limits.MAX_REGIONS),
-    4: Repeated("lease keys", limits.MAX_LEASE_KEYS),
+    3: Repeated("pool keys", limits.MAX_POOL_KEYS),
+    4: Repeated("lease keys", limits.MAX_LEASE_KEYS * limits.MAX_TRANSPORTS),
 }
 _STAGES: Bounds = {2: Repeated("bounds of stages", limits.MAX_PLANES, packed=True)}
 _BOUNDS: Bounds = {
@@ -35,7 +35,7 @@ _BOUNDS: Bounds = {
         together=True,
     ),
     7: Repeated("regions", limits.MAX_REGIONS, packed=True),
-    8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS),
+    8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS, together=True),
 }
 
 
@@ -46,7 +46,7 @@ def _seal(card: WorkerCard) -> pb.SealedCard:
     return pb.SealedCard(card=blob, crc32=zlib.crc32(blob))
 
 
-seal = Memoized(_seal, most=4_096)  # each card is sent to every watcher
+seal = Memoized(_seal, most=16_384)  # each card is sent to every watcher
 
 
 def unseal(sealed: pb.SealedCard) -> WorkerCard:
@@ -75,8 +75,9 @@ def _check_card(card: WorkerCard) -> None:
     texts = [card.host.boot_id, *(text for one in card.layouts for text in (one.model, one.dtype))]
     check_opaque("a name in the card", *texts)
     check_printable("a name in the card", *texts)
+    num_keys = sum(len(transport.pool_keys) for transport in card.transports)
+    check_within("number of pool keys", num_keys, 0, limits.MAX_POOL_KEYS)
     for transport in card.transports:
-        check_within("number of pool keys", len(transport.pool_keys), 0, limits.MAX_REGIONS)
         check_within("number of lease keys", len(transport.lease_keys), 0, limits.MAX_LEASE_KEYS)
         check_opaque("a transport's name or address", transport.name, transport.address)
         check_printable("a transport's name", transport.name)

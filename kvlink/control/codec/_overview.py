@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single
+from kvlink.control.codec._memoized import Memoized
 from kvlink.control.codec._wire import by_name, check_name, check_printable, check_within, codec, nothing
 from kvlink.control.overview import (
     MAX_LINKS,
@@ -95,11 +96,13 @@ _beat = by_name(Beat, coordinator.Beat, _check_beat, optional=("report",), repor
 _view = by_name(
     WorkerView, pb.WorkerView, _check_view, optional=("report", "before"), report=_report, before=_report
 )
+write_view = Memoized(_view[0], most=MAX_VIEWS)
+"""Views may be written some at a time, before the overview with all of them."""
 _overview = by_name(
     Overview,
     pb.OverviewReply,
     _check_overview,
-    workers=_view,
+    workers=(write_view, _view[1]),
     calls=by_name(CallCount, pb.CallCount, _check_call),
     refusals=by_name(RefusalCount, pb.RefusalCount, _check_refusal),
 )

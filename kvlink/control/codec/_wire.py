@@ -123,7 +123,8 @@ def by_name(
         values = dict(zip(names, get(value), strict=True))
         for _, name, write_part, _ in special:
             if name in repeated:
-                values[name] = map(write_part, values[name])
+                if write_part is not _same:
+                    values[name] = map(write_part, values[name])
             elif values[name] is not None or name not in optional:
                 values[name] = write_part(values[name])
         return message(**values)
@@ -132,7 +133,7 @@ def by_name(
         values = [*get(message)]
         for at, name, _, read_part in special:
             if name in repeated:
-                values[at] = tuple(map(read_part, values[at]))
+                values[at] = tuple(values[at] if read_part is _same else map(read_part, values[at]))
             elif name not in optional or message.HasField(name):
                 values[at] = read_part(values[at])
             else:
@@ -190,11 +191,8 @@ def check_printable(field: str, *texts: str) -> None:
 
 
 def check_opaque(field: str, *blobs: bytes | str) -> None:
-    for blob in blobs:
-        if len(blob) > limits.MAX_OPAQUE_BYTES:
-            raise ConfigError(
-                f"{field} has {len(blob)} bytes, and at most {limits.MAX_OPAQUE_BYTES} are accepted"
-            )
+    if (longest := max(map(len, blobs), default=0)) > limits.MAX_OPAQUE_BYTES:
+        raise ConfigError(f"{field} has {longest} bytes, and at most {limits.MAX_OPAQUE_BYTES} are accepted")
 
 
 def check_within(field: str, value: float, least: float, most: float) -> None:

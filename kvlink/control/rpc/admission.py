@@ -40,14 +40,21 @@ class Admission(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._refuse(details.method, verdict))
 
     def _refuse(self, method: str, verdict: Verdict) -> Callable[..., Awaitable[None]]:
-        async def refuse(_: Any, context: Any) -> None:
+        async def refused(_: Any, context: Any) -> None:
             reason, sentence = Reason.NOT_READY, f"this {self._what} has just started; retry"
             if verdict is Verdict.REFUSED:
                 self._denied(method, context.peer())
                 reason, sentence = Reason.DENIED, self._verifier.refusal(self._what)
-            await context.abort(grpc.StatusCode[reason.status], sentence, ((REASON_TRAILER, reason.name),))
+            refuse(context, reason, sentence)
 
-        return refuse
+        return refused
+
+
+def refuse(context: Any, reason: Reason, sentence: str) -> None:
+    """Sets the status with which a call ends once its handler returns."""
+    context.set_code(grpc.StatusCode[reason.status])
+    context.set_details(sentence)
+    context.set_trailing_metadata(((REASON_TRAILER, reason.name),))
 
 
 def _begun_with(proof: Sequence[tuple[str, str]], handler: Any) -> Any:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,11 +20,12 @@ from kvlink.background import close_with_loop
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import DenialLog, LogQuota
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
-from kvlink.control.refusal import REASON_TRAILER, Reason, Refused, refusal_of
-from kvlink.control.rpc.admission import Admission
+from kvlink.control.refusal import Reason, Refused, forget_frames, refusal_of
+from kvlink.control.rpc.admission import Admission, refuse
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
 from kvlink.control.rpc.peer_address import serving
+from kvlink.control.rpc.turns import Turns
 from kvlink.control.security import Gate, Security, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
@@ -33,7 +34,6 @@ from kvlink.runtime.supervised import start_awaited
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _log = logging.getLogger("kvlink.control")
 
@@ -78,6 +78,7 @@ class GrpcServer:
         self.counts = CallCounts()
         if ring := self._security.keyring:
             self.counts.certificate_expires_at = lambda: ring.current().expires_at
+        self._turns = Turns()
         self._denials = DenialLog()
         self.failures = LogQuota()
         """Limits the log lines about failed calls."""
@@ -98,13 +99,14 @@ class GrpcServer:
             try:
                 serving(context)
                 self._admit(method, context)
-                request = method.request.decode(blob)
+                request = await self._turns.decode(method.request, blob)
                 answering = handle(request)
                 if tracing.spans is not None:
                     answering = traced(method, request, answering, context.invocation_metadata())
                 return method.reply.encode(await answering)
             except Exception as error:
-                await self._refuse(context, method, error, getattr(request, "request_id", ""))
+                self._refuse(context, method, error, getattr(request, "request_id", ""))
+                return b""
             finally:
                 self.counts.answered(method.name, time.perf_counter_ns() - began)
 
@@ -114,7 +116,10 @@ class GrpcServer:
         """Adds a method with one request and replies until the handler returns."""
 
         async def call(blob: bytes, context: _Context) -> None:
-            await self._run_stream(handle, lambda: method.request.decode(blob), method, context)
+            async def run(send: Send[R]) -> None:
+                await handle(await self._turns.decode(method.request, blob), send)
+
+            await self._run_stream(run, method, context)
 
         self._add(method, grpc.unary_stream_rpc_method_handler(call))
 
@@ -123,8 +128,11 @@ class GrpcServer:
     ) -> None:
         """Adds a method with requests and replies until the handler returns."""
 
-        async def call(blobs: AsyncIterator[bytes], context: _Context) -> None:
-            await self._run_stream(handle, lambda: _decoded(method.request, blobs), method, context)
+        async def call(_: object, context: _Context) -> None:
+            async def run(send: Send[R]) -> None:
+                await handle(self._decoded(method.request, context), send)
+
+            await self._run_stream(run, method, context)
 
         self._add(method, grpc.stream_stream_rpc_method_handler(call))
 
@@ -200,8 +208,7 @@ class GrpcServer:
 
     async def _run_stream(
         self,
-        handle: Callable[[T, Send[R]], Awaitable[None]],
-        decode: Callable[[], T],
+        run: Callable[[Send[R]], Awaitable[None]],
         method: Method[Any, R],
         context: _Context,
     ) -> None:
@@ -209,7 +216,7 @@ class GrpcServer:
 
         async def admitted() -> None:
             self._admit(method, context)
-            await handle(decode(), _sender(method.reply, context))
+            await run(_sender(method.reply, context))
 
         stream = start_awaited(admitted())
         self._streams[stream] = None
@@ -219,30 +226,31 @@ class GrpcServer:
                 raise Refused(Reason.NOT_READY, "the server is shutting down; retry")
             stream.result()
         except Exception as error:
-            await self._refuse(context, method, error)
+            self._refuse(context, method, error)
         finally:
             del self._streams[stream]
             stream.cancel()
 
-    async def _refuse(
+    async def _decoded(self, codec: Codec[Q], context: _Context) -> AsyncIterator[Q]:
+        """Yields the messages of a stream. gRPC's own iterator would keep the last one in a reference cycle."""
+        while (blob := await context.read()) is not grpc.aio.EOF:
+            yield await self._turns.decode(codec, blob)
+
+    def _refuse(
         self, context: _Context, method: Method[Any, Any], error: Exception, request_id: str = ""
-    ) -> NoReturn:
+    ) -> None:
+        """Sets the status that the call ends with once its handler returns.
+
+        `context.abort` would keep the frames of the call, and so its message, in a reference cycle.
+        """
         refused = refusal_of(error)
         self.counts.refused(method.name, refused.reason.name)
         if refused.reason is Reason.DENIED:
             self._denials.note(method.path, context.peer(), refused.sentence)
         if refused.reason is Reason.FAILED and (unsaid := self.failures.take()) is not None:
             _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
-        await context.abort(
-            grpc.StatusCode[refused.reason.status],
-            refused.sentence[:_MAX_SENTENCE],
-            ((REASON_TRAILER, refused.reason.name),),
-        )
-
-
-async def _decoded(codec: Codec[Q], blobs: AsyncIterator[bytes]) -> AsyncIterator[Q]:
-    async for blob in blobs:
-        yield codec.decode(blob)
+        forget_frames(error)
+        refuse(context, refused.reason, refused.sentence[:_MAX_SENTENCE])
 
 
 def _sender(codec: Codec[R], context: _Context) -> Send[R]:

@@ -11,6 +11,7 @@ from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
 from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
+from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 BEATS_PER_LEASE = 4
@@ -29,6 +30,13 @@ def grant(last: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
     return max(last.epoch + 1, card.epoch)
 
 
+def num_bytes(card: WorkerCard) -> int:
+    """Returns the most that a card takes in memory, and its worker beside it."""
+    keys = [key for transport in card.transports for key in transport.pool_keys]
+    planes = sum(len(layout.planes) for layout in card.layouts)
+    return 16_384 + 256 * (planes + len(card.region_bytes) + len(keys)) + sum(map(len, keys))
+
+
 class Members:
     """Keeps the joined workers, and the last epochs of a bounded number of workers that are gone."""
 
@@ -36,6 +44,7 @@ class Members:
         self._lease_s = lease_s
         self._limits = limits
         self._cards: dict[str, WorkerCard] = {}
+        self.card_bytes = 0
         self._deadlines: Deadlines[str] = Deadlines()
         self._excused: set[str] = set()
         self._incarnations: OrderedDict[str, Incarnation] = OrderedDict()
@@ -47,9 +56,13 @@ class Members:
         """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
             raise refusals.too_many_workers(len(self._cards))
+        before = self._cards.get(card.worker_id)
+        card_bytes = self.card_bytes + num_bytes(card) - (num_bytes(before) if before else 0)
+        if card_bytes > self._limits.card_bytes:
+            raise refusals.too_large_cards(card, self._limits.card_bytes)
         epoch = grant(self._incarnations.get(card.worker_id), card, rejoin)
         card = replace(card, epoch=epoch)
-        before = self._cards.get(card.worker_id)
+        self.card_bytes = card_bytes
         self._cards[card.worker_id] = card
         self._renew(card.worker_id, now)
         self._remember(card)
@@ -104,13 +117,13 @@ class Members:
         return self._deadlines.next()
 
     def expire(self, now: float, late_s: float = 0.0) -> list[WorkerChange]:
-        """Removes the workers that stopped beating.
+        """Removes some workers that stopped beating. `next_deadline` says whether there are more.
 
         A caller that is `late_s` seconds late, because it was paused, may have unread beats in its sockets. Each due
         worker then gets the time of one more beat, once.
         """
         changes = []
-        for worker_id in self._deadlines.due(now):
+        for worker_id in self._deadlines.due(now, MAX_DUE):
             if late_s < self._lease_s * _LATE or worker_id in self._excused:
                 changes.append(self._remove(worker_id))
                 continue
@@ -121,4 +134,6 @@ class Members:
     def _remove(self, worker_id: str) -> WorkerChange:
         self._deadlines.discard(worker_id)
         self._excused.discard(worker_id)
-        return WorkerChange(Joined.DOWN, self._cards.pop(worker_id))
+        card = self._cards.pop(worker_id)
+        self.card_bytes -= num_bytes(card)
+        return WorkerChange(Joined.DOWN, card)

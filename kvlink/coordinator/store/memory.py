@@ -197,6 +197,7 @@ class MemoryStore:
 
     def _forget(self, card: WorkerCard, why: str) -> None:
         self._offers.drop_worker(card.worker_id, why)
+        self._alarm.set(self._offers.next_deadline())
         if card.worker_id in self._orders:
             self._orders[card.worker_id][1].close()
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic
 
 from kvlink.control.deadlines import Deadlines
@@ -13,7 +15,7 @@ from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused
 from kvlink.control.values import Claim, Offer
 from kvlink.coordinator.store import refusals
-from kvlink.coordinator.store.waiting_claims import W, WaitingClaims
+from kvlink.coordinator.store.waiting_claims import MAX_DUE, W, WaitingClaims
 
 Answer = tuple[W, list[bytes], Refused | None]
 """Says that a waiting claim ended: (waiter, tickets, refusal or None). It is a tuple because there are many."""
@@ -31,6 +33,8 @@ class _Request:
     claim_ids: set[bytes] = field(default_factory=set)
     lasts_until: float = 0.0
     """No ticket of the request lives longer than this."""
+    tickets: list[bytes] = field(default_factory=list)
+    """Those of all ranks in their order, once they have been claimed. Their number may be large."""
 
 
 @dataclass(slots=True)
@@ -59,6 +63,8 @@ class PendingOffers(Generic[W]):
         self._requests: dict[str, _Request] = {}
         self._by_worker: dict[str, set[tuple[str, int]]] = {}
         self._tickets: Deadlines[tuple[str, int]] = Deadlines()
+        self._dropped: dict[tuple[str, int], str] = {}
+        """Maps those keys in `_tickets` whose worker is gone to why. They end a few at a time, or when asked for."""
         self.waiting: WaitingClaims[W] = WaitingClaims(limits)
         """The claims that `take` could not answer."""
         self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
@@ -73,11 +79,12 @@ class PendingOffers(Generic[W]):
     @property
     def num_tickets(self) -> int:
         """Offered and neither fully claimed nor expired."""
-        return len(self._tickets)
+        return len(self._tickets) - len(self._dropped)
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
         """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
         request_id, worker_id, _, ttl_s, rank, num_ranks, num_seats, ticket = offer
+        self._end_dropped(request_id)
         ended = self._ended.get(request_id)
         if isinstance(ended, _Claimed) and ticket in ended.tickets:
             return []
@@ -91,6 +98,8 @@ class PendingOffers(Generic[W]):
         if len(owned) >= self._limits.tickets_per_worker and key not in owned:
             raise refusals.too_many_tickets(worker_id, len(owned))
         before = request.ranks.get(rank)
+        if before is None and len(self._tickets) >= self._limits.tickets:
+            raise refusals.too_many_tickets_in_all(self._limits.tickets)
         ticket_bytes = self._ticket_bytes + len(ticket) - (len(before.ticket) if before else 0)
         if ticket_bytes > self._limits.ticket_bytes:
             raise refusals.too_many_bytes(worker_id, self._limits.ticket_bytes)
@@ -104,6 +113,7 @@ class PendingOffers(Generic[W]):
         request.num_ranks = num_ranks
         request.num_seats = max(request.num_seats, num_seats)
         request.ranks[rank] = offer
+        request.tickets = []
         answers = self._serve_waiters(request_id, request)
         if request.ranks:  # a waiter did not take the tickets at once
             owned.add(key)
@@ -114,6 +124,7 @@ class PendingOffers(Generic[W]):
 
     def take(self, claim: Claim) -> list[bytes] | None:
         """Returns the tickets if every rank has offered, else None. Raises Refused if the request ended unclaimed."""
+        self._end_dropped(claim.request_id)
         request = self._requests.get(claim.request_id)
         if request is not None and len(request.ranks) == request.num_ranks:
             return self._serve(request, claim)
@@ -132,6 +143,7 @@ class PendingOffers(Generic[W]):
         Tickets of workers that no longer run under their epoch stay claimed.
         """
         name = claim.request_id
+        self._end_dropped(name)
         ended = self._ended.get(name)
         given = ended if isinstance(ended, _Claimed) else self._requests.get(name)
         if given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids:
@@ -156,18 +168,38 @@ class PendingOffers(Generic[W]):
 
     def drop_worker(self, worker_id: str, why: str) -> None:
         """Drops what a worker offered. Claims keep waiting, because its next process may offer the request again."""
-        for request_id, rank in list(self._by_worker.get(worker_id, ())):
-            self._drop(request_id, rank, refusals.gone_with_worker(request_id, why))
+        self._dropped.update(dict.fromkeys(self._by_worker.pop(worker_id, ()), why))
+
+    def _drop_some(self) -> None:
+        for request_id, rank in list(islice(self._dropped, MAX_DUE)):
+            self._drop(
+                request_id, rank, refusals.gone_with_worker(request_id, self._dropped[request_id, rank])
+            )
+
+    def _end_dropped(self, request_id: str) -> None:
+        """Ends the tickets of a request whose worker is gone."""
+        if not self._dropped or (request := self._requests.get(request_id)) is None:
+            return
+        for rank in [rank for rank in request.ranks if (request_id, rank) in self._dropped]:
+            self._drop(
+                request_id, rank, refusals.gone_with_worker(request_id, self._dropped[request_id, rank])
+            )
 
     def next_deadline(self) -> float:
         """Returns a time before which `expire` has nothing to do."""
+        if self._dropped:
+            return -math.inf
         return min(self._tickets.next(), self.waiting.next_deadline(), self._claimed_until.next())
 
     def expire(self, now: float) -> list[Answer[W]]:
-        """Drops expired tickets, claimed ones too, and then refuses the claims that timed out."""
-        for request_id in self._claimed_until.due(now):
+        """Drops expired tickets, claimed ones too, and then refuses the claims that timed out.
+
+        It does so much at a time as `MAX_DUE`. `next_deadline` says whether there is more.
+        """
+        self._drop_some()
+        for request_id in self._claimed_until.due(now, MAX_DUE):
             self._remember_no_more(request_id)
-        for request_id, rank in self._tickets.due(now):
+        for request_id, rank in self._tickets.due(now, MAX_DUE):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
             self._drop(request_id, rank, refusals.expired(offer))
@@ -176,13 +208,15 @@ class PendingOffers(Generic[W]):
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
         request_id, _, reader, num_readers, claim_id = claim
         ranks = request.ranks
-        offers = [ranks[rank] for rank in range(request.num_ranks)]
-        tickets = [offer.ticket for offer in offers]
+        if not request.tickets:
+            request.tickets = [ranks[rank].ticket for rank in range(request.num_ranks)]
+        tickets = request.tickets
         request.served.add(reader)
         request.claim_ids.add(claim_id)
         self.num_claimed += 1
         if num_readers <= len(request.served) >= request.num_seats:
             num_bytes = sum(map(len, tickets))
+            offers = [ranks[rank] for rank in range(request.num_ranks)]
             claimed = _Claimed(offers, request.served, request.claim_ids, request.lasts_until)
             self._end(request_id, claimed)
             self._claimed[request_id] = num_bytes
@@ -196,7 +230,7 @@ class PendingOffers(Generic[W]):
 
     def _serve_waiters(self, request_id: str, request: _Request) -> list[Answer[W]]:
         answers: list[Answer[W]] = []
-        for waiter in self.waiting.of(request_id):
+        for waiter in self.waiting.of(request_id) if len(request.ranks) == request.num_ranks else ():
             claim = self.waiting.remove(waiter) if len(request.ranks) == request.num_ranks else None
             if claim is None:
                 break
@@ -205,6 +239,7 @@ class PendingOffers(Generic[W]):
 
     def _drop(self, request_id: str, rank: int, why: Refused) -> None:
         request = self._requests[request_id]
+        request.tickets = []
         self._forget([request.ranks.pop(rank)])
         self._end(request_id, why)
         self._prune(request_id, request)
@@ -230,6 +265,7 @@ class PendingOffers(Generic[W]):
         for request_id, worker_id, _, _, rank, _, _, ticket in offers:
             self._ticket_bytes -= len(ticket)
             self._tickets.discard((request_id, rank))
+            self._dropped.pop((request_id, rank), None)
             self._forget_owner(worker_id, (request_id, rank))
 
     def _prune(self, request_id: str, request: _Request) -> None:

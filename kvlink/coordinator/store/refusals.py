@@ -48,6 +48,23 @@ def too_many_workers(joined: int) -> Refused:
     )
 
 
+def too_large_cards(card: WorkerCard, most: int) -> Refused:
+    """Refuses a join because the cards of the fleet are at their limit of bytes."""
+    return Refused(
+        Reason.TOO_MANY,
+        f"the card of worker {named(card.worker_id)} does not fit into the coordinator's limit of {most} bytes of "
+        "cards; retry when a worker has left",
+    )
+
+
+def too_many_tickets_in_all(most: int) -> Refused:
+    """Refuses a ticket because the workers together have too many unclaimed ones."""
+    return Refused(
+        Reason.TOO_MANY,
+        f"this coordinator has {most} unclaimed tickets, its limit; retry when some have been claimed",
+    )
+
+
 def too_many_bytes(worker_id: str, most: int) -> Refused:
     """Refuses a ticket because the tickets of this coordinator are at their limit of bytes."""
     return Refused(

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvlink.control.deadlines import Deadlines
-from kvlink.control.limits import Limits
+from kvlink.control.limits import MAX_RANKS, Limits
 from kvlink.control.values import Claim
 from kvlink.coordinator.store import refusals
 
 W = TypeVar("W", bound=Hashable)
+
+MAX_DUE = 256
+"""So many of what is due at a time end in one turn of the loop: about a millisecond."""
 
 
 class WaitingClaims(Generic[W]):
@@ -49,8 +53,8 @@ class WaitingClaims(Generic[W]):
         return claim
 
     def of(self, request_id: str) -> list[W]:
-        """Returns the waiters of one request, in the order in which they are served."""
-        return list(reversed(self._by_request.get(request_id, {})))
+        """Returns the first waiters of one request, in the order in which they are served: as many as it may have."""
+        return list(islice(reversed(self._by_request.get(request_id, {})), MAX_RANKS))
 
     def all(self) -> list[W]:
         """Returns all waiters."""
@@ -61,5 +65,5 @@ class WaitingClaims(Generic[W]):
         return self._patience.next()
 
     def due(self, now: float) -> list[W]:
-        """Returns the waiters whose claims have timed out. They stay until they are removed."""
-        return self._patience.due(now)
+        """Returns some waiters whose claims have timed out. They stay until they are removed."""
+        return self._patience.due(now, MAX_DUE)

@@ -20,7 +20,9 @@ from kvlink.coordinator.store.memory import MemoryStore
 
 T = TypeVar("T")
 LEASE_S = 10.0
-LIMITS = Limits(workers=3, tickets_per_worker=4, waiting_claims=2, pending_settles=2)
+LIMITS = Limits(
+    workers=3, card_bytes=90_000, tickets=6, tickets_per_worker=4, waiting_claims=2, pending_settles=2
+)
 
 
 class Stage(Protocol):

@@ -189,3 +189,13 @@ async def test_too_many_tickets_and_claims_are_refused_and_room_is_regained(join
     claims[0].cancel()
     await asyncio.sleep(0)
     await started(joined.store.claim(Claim("c", 5.0)))
+
+
+async def test_tickets_of_all_workers_are_bounded_together(joined: Stage) -> None:
+    await joined.store.join(make_card("another"), rejoin=False)
+    for number in range(6):
+        await joined.store.offer(make_offer(f"r{number}", "prefill" if number < 3 else "another"))
+    late = make_offer("late")
+    assert "6 unclaimed tickets" in (await refused(joined.store.offer(late))).sentence
+    await joined.store.claim(Claim("r0", 5.0))
+    await joined.store.offer(late)

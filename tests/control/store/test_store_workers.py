@@ -122,3 +122,13 @@ async def test_a_worker_that_drains_publishes_that_and_keeps_its_offers(stage: S
     assert await store.workers() == [drains]
     assert (await store.status()).draining == 1
     assert await store.claim(Claim("r", 0.0, 0, 1)) == [make_offer("r", worker_id="a").ticket]
+
+
+async def test_large_cards_are_bounded_together_and_room_is_regained(store: Store) -> None:
+    large = replace(make_card("a", epoch=1), region_bytes=(1 << 30,) * 150)
+    await store.join(large, rejoin=False)
+    assert (await refused(store.join(replace(large, worker_id="b"), rejoin=False))).reason is Reason.TOO_MANY
+    assert await store.join(large, rejoin=False) == 1, "its own room"
+    assert await store.join(make_card("b"), rejoin=False) == 1
+    await store.leave("a", 1)
+    await store.join(replace(large, worker_id="c"), rejoin=False)

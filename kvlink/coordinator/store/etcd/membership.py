@@ -17,7 +17,7 @@ from kvlink.coordinator.store.etcd.api import Etcd, delete, get, leased, put, un
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.mirror import Member, Mirror
 from kvlink.coordinator.store.etcd.sync import Sync
-from kvlink.coordinator.store.members import grant
+from kvlink.coordinator.store.members import grant, num_bytes
 from kvlink.errors import KVLinkError
 from kvlink.runtime.supervised import start_job, survived
 from kvlink.types import WorkerCard
@@ -64,6 +64,9 @@ class Membership:
         members = self._mirror.members
         if card.worker_id not in members and len(members) >= self._limits.workers:
             raise refusals.too_many_workers(len(members))
+        before = num_bytes(members[card.worker_id].card) if card.worker_id in members else 0
+        if self._mirror.card_bytes + num_bytes(card) - before > self._limits.card_bytes:
+            raise refusals.too_large_cards(card, self._limits.card_bytes)
         for _ in range(MAX_TRIES):
             seen = await self._look(card.worker_id)
             epoch = grant(seen.incarnation, card, rejoin)

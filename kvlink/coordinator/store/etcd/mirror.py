@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,13 +18,22 @@ from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.keys import Key, Keys
 from kvlink.coordinator.store.etcd.requests import Request, Ticket
+from kvlink.coordinator.store.members import num_bytes
+from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import survived
 from kvlink.types import Joined, WorkerCard, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
+LONGEST_WRITE_S = 10.0
+"""A claim record outlives its tickets by this, because one of them may be offered again in its last moment.
+
+etcd ends a write after 7 s at its default election timeout, and a coordinator after 2.5 s.
+"""
 RECORD = -1
 """This value in place of a rank means the claim record of a request."""
+
+_ORDER = (keys.EPOCHS, keys.WORKERS, keys.TICKETS, keys.CLAIMS, keys.SETTLES)
 
 _log = logging.getLogger("kvlink.control")
 
@@ -59,16 +69,39 @@ class Mirror:
         self.due: Deadlines[tuple[str, int]] = Deadlines()
         self._free: dict[str, set[tuple[str, int]]] = {}
         self._ended: OrderedDict[str, Refused] = OrderedDict()
-        self.num_free = 0
+        self.num_free = self.card_bytes = 0
         self.num_expired = 0
         self.num_lost = 0
 
     def replace_all(self, kvs: list[pb.KeyValue], now: float) -> News:
-        """Replaces the state by a complete listing. Known keys that are not in it count as deleted."""
+        """Replaces the state by a complete listing in one go."""
+        return self.apply(self.changes_to(kvs), now)
+
+    def changes_to(self, kvs: list[pb.KeyValue]) -> list[pb.Event]:
+        """Returns what leads to a complete listing. Known keys that are not in it count as deleted."""
         listed = {kv.key for kv in kvs}
         gone = [key for key in self._known_keys() if key not in listed]
         events = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=key)) for key in gone]
-        return self.apply([*events, *(pb.Event(kv=kv) for kv in kvs)], now)
+        return [*events, *(pb.Event(kv=kv) for kv in kvs)]
+
+    def parts(self, events: list[pb.Event]) -> Iterator[list[pb.Event]]:
+        """Divides a large revision, such as the end of a worker with many tickets. Workers come first, as in `apply`.
+
+        Between two parts a ticket may seem free. A claim of it compares revisions with etcd's, and fails. Parts are
+        empty while the events are sorted.
+        """
+        if len(events) <= MAX_DUE:
+            yield events
+            return
+        by_kind: dict[bytes, list[pb.Event]] = {kind: [] for kind in _ORDER}
+        for at in range(0, len(events), MAX_DUE):
+            for event in events[at : at + MAX_DUE]:
+                if (key := self._layout.parse(event.kv.key)) is not None:
+                    by_kind[key.kind].append(event)
+            yield []
+        for same in by_kind.values():
+            for at in range(0, len(same), MAX_DUE):
+                yield same[at : at + MAX_DUE]
 
     def forget_requests(self) -> None:
         """Drops all requests before a listing of another history, whose revisions cannot be compared to known ones."""
@@ -102,7 +135,7 @@ class Mirror:
         for event in events:
             if (key := self._layout.parse(event.kv.key)) is not None:
                 by_kind.setdefault(key.kind, []).append((key, event))
-        for kind in (keys.EPOCHS, keys.WORKERS, keys.TICKETS, keys.CLAIMS, keys.SETTLES):
+        for kind in _ORDER:
             for key, event in by_kind.get(kind, ()):
                 self._note(key, event, now, news)
         for name in news.requests:
@@ -149,10 +182,12 @@ class Mirror:
         if event.type == pb.Event.DELETE:
             if before is not None:
                 del self.members[worker_id]
+                self.card_bytes -= num_bytes(before.card)
                 self.num_lost += not self._has_left(worker_id)
                 news.workers.append(WorkerChange(Joined.DOWN, before.card))
             return
         card = StoredRecords.CARD.decode(event.kv.value)
+        self.card_bytes += num_bytes(card) - (num_bytes(before.card) if before is not None else 0)
         self.members[worker_id] = Member(card, event.kv.lease, event.kv.mod_revision)
         if before is not None and before.card.epoch != card.epoch:
             news.workers.append(WorkerChange(Joined.DOWN, before.card))
@@ -190,7 +225,7 @@ class Mirror:
         elif request.claimed_revision != event.kv.mod_revision:
             request.claimed = StoredRecords.CLAIMED.decode(event.kv.value)
             request.claimed_revision = event.kv.mod_revision
-            self.due.set((name, RECORD), now + request.claimed.ttl_s)
+            self.due.set((name, RECORD), now + request.claimed.ttl_s + LONGEST_WRITE_S)
         for rank, ticket in request.tickets.items():
             self._set_free(name, rank, ticket, request.is_free(ticket))
 
@@ -205,11 +240,16 @@ class Mirror:
             news.orders.append((event.kv.key, order))
 
     def expire(self, now: float) -> list[tuple[str, int]]:
-        """Ends tickets whose time is over. Returns (request id, rank or RECORD) of each key that can be deleted."""
-        over = self.due.due(now)
-        for name, rank in over:
+        """Ends some tickets whose time is over. Returns (request id, rank or RECORD) of keys that can be deleted."""
+        over = []
+        for name, rank in self.due.due(now, MAX_DUE):
             if rank == RECORD:
+                if self.requests[name].has_claimed_ticket():
+                    self.due.set((name, RECORD), now + LONGEST_WRITE_S)
+                else:
+                    over.append((name, rank))
                 continue
+            over.append((name, rank))
             ticket = self.requests[name].tickets[rank]
             if self.requests[name].is_free(ticket):
                 self._end(name, refusals.expired(ticket.offer))

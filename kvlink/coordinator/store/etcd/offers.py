@@ -20,6 +20,7 @@ from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES, Membership
 from kvlink.coordinator.store.etcd.mirror import RECORD, Mirror
 from kvlink.coordinator.store.etcd.sync import Sync
+from kvlink.coordinator.store.waiting_claims import MAX_DUE
 from kvlink.runtime.supervised import for_each, guarded
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -91,6 +92,8 @@ class EtcdOffers:
         count = self._mirror.num_free_of(offer.worker_id)
         if count >= self._limits.tickets_per_worker:
             raise refusals.too_many_tickets(offer.worker_id, count)
+        if self._mirror.num_free >= self._limits.tickets:
+            raise refusals.too_many_tickets_in_all(self._limits.tickets)
 
     def _read(self, kv: pb.KeyValue, offer: Offer) -> _Stored:
         request = self._mirror.requests.get(offer.request_id)
@@ -107,7 +110,7 @@ class EtcdOffers:
         """Expires tickets, and deletes expired keys a little later in the background."""
         for key in self._mirror.expire(now):
             self._garbage.set(key, now + random.uniform(0, _COLLECT_WITHIN_S))
-        for_each("store timer", lambda key: self._delete(*key, now), self._garbage.due(now))
+        for_each("store timer", lambda key: self._delete(*key, now), self._garbage.due(now, MAX_DUE))
 
     def _delete(self, request_id: str, rank: int, now: float) -> None:
         request = self._mirror.requests.get(request_id)

@@ -44,6 +44,11 @@ class Request:
         given = known is not None and known.complete and ticket.digest in known.tickets
         return not given and not ticket.expired
 
+    def has_claimed_ticket(self) -> bool:
+        """Returns whether a ticket of the record has not expired, so that it would be free without the record."""
+        known = self.claimed.tickets if self.claimed is not None else ()
+        return any(ticket.digest in known and not ticket.expired for ticket in self.tickets.values())
+
     def free(self) -> dict[int, Ticket]:
         """Returns the tickets that can be claimed once all ranks have offered."""
         return {rank: ticket for rank, ticket in self.tickets.items() if self.is_free(ticket)}

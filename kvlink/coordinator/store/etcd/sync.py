@@ -156,7 +156,7 @@ class Sync:
             overlap, start = self._last, self._revision
         else:
             revision, kvs = await self._etcd.load(self._layout.prefix)
-            self._on_news(self._mirror.replace_all(kvs, self._clock()))
+            await self._apply(self._mirror.changes_to(kvs))
             self._advance(revision, [])
             self.loaded.set()
             self._etcd.health.proved()
@@ -183,17 +183,24 @@ class Sync:
                         self._etcd.history.note_break(f"revision {start} has other contents")
                         return
                     overlap = []
-                self._take(revisions)
+                await self._take(revisions)
         finally:
             stream.cancel()
             self._etcd.health.doubt()
 
-    def _take(self, revisions: list[list[pb.Event]]) -> None:
+    async def _take(self, revisions: list[list[pb.Event]]) -> None:
         for events in revisions:
             revision = events[0].kv.mod_revision
             if revision > self._revision:
-                self._on_news(self._mirror.apply(events, self._clock()))
+                await self._apply(events)
                 self._advance(revision, events)
+
+    async def _apply(self, events: list[pb.Event]) -> None:
+        """Applies a revision. If this is cancelled, the whole of it is applied again."""
+        for number, part in enumerate(self._mirror.parts(events)):
+            if number:
+                await asyncio.sleep(0)
+            self._on_news(self._mirror.apply(part, self._clock()))
 
     def _advance(self, revision: int, events: list[pb.Event]) -> None:
         if revision >= self._revision:
