@@ -77,7 +77,7 @@ $(VENV)/.made: constraints.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.made pyproject.toml $(NATIVE)
-	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	$(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.checked: $(VENV)/.made pyproject.toml

@@ -87,6 +87,13 @@ def demo(
     pp: Annotated[
         str, typer.Option(help="Split the layers of prefill and of decode into stages, for example 2:1.")
     ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Compute by numpy, or by transformers, which needs kvlink[demo]. The default is transformers for a "
+            "--device that is not cpu, and numpy otherwise."
+        ),
+    ] = "",
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run.
 
@@ -94,7 +101,9 @@ def demo(
     """
     from kvlink.demo import run
 
-    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device, pp))
+    raise typer.Exit(
+        run(None if transport == "all" else transport.split(","), as_json, patience, device, pp, engine)
+    )
 
 
 app.command(epilog=examples_of("coordinator"))(coordinator_command.coordinator)
