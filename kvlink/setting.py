@@ -37,6 +37,11 @@ class Setting:
                 return _parse_bool(text)
             return type(self.default)(text)
         except ValueError:
+            if text.startswith(("tcp://", "udp://")):
+                raise ConfigError(
+                    f"{self.env}={text!r} comes from a Kubernetes Service that is called {_service(self.env)}; set "
+                    "enableServiceLinks: false in the pod's spec, or give the Service another name"
+                ) from None
             kind = _KINDS[type(self.default)]
             raise ConfigError(f"{self.env}={text!r} is not {kind}. {self._explained()}") from None
 
@@ -56,6 +61,10 @@ class Setting:
 
     def _within(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+def _service(env: str) -> str:
+    return env.removesuffix("_PORT").lower().replace("_", "-")
 
 
 def _parse_bool(text: str) -> bool:

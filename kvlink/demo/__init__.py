@@ -48,6 +48,8 @@ def run(
         raise ConfigError(
             f"the engine numpy computes on the CPU only, not on {device}; pass --engine transformers"
         )
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"--device {device!r}: write cpu, cuda, or cuda:N for a GPU of this machine")
     if engine == "transformers" and pp:
         raise ConfigError("only the engine numpy splits layers into stages; omit --pp, --engine and --device")
     if engine == "transformers" and (missing := _missing()):
