@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from kvlink.errors import ConfigError
+from kvlink.names import check_kind
 
 _T = TypeVar("_T", str, int, float, bool)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_NUMBERS: dict[type, type] = {int: Integral, float: Real}
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "one of " + ", ".join(_TRUE + _FALSE)}
 
 
@@ -46,7 +49,9 @@ class Setting:
             raise ConfigError(f"{self.env}={text!r} is not {kind}. {self._explained()}") from None
 
     def check(self, value: str | int | float | bool) -> None:
-        """Raises ConfigError if `value` is out of bounds or not one of the choices."""
+        """Raises ConfigError if `value` has another type, is out of bounds or not one of the choices."""
+        kind = type(self.default)
+        check_kind(value, _NUMBERS.get(kind, kind), f"{self.name} ({self.env})", _KINDS[kind])
         if isinstance(value, (int, float)) and not self._within(value):
             bounds = f"at least {self.least:g}"
             if self.most is not None:
