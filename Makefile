@@ -164,8 +164,14 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
 
 .PHONY: test-newcomer
-test-newcomer: build release-wheel $(VENV)/.checked ## pages followed literally, with the wheel and an index alone (root)
-	pytest -m newcomer
+test-newcomer: build release-wheel $(VENV)/.checked ## README and pages followed literally in a fresh Debian (root)
+	.ci/system-packages $(PYTHON) newcomer
+	pytest -m newcomer tests/newcomer
+
+.PHONY: test-image
+test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debian, without a container engine (root)
+	.ci/system-packages $(PYTHON) newcomer
+	pytest -m newcomer tests/deploy/test_image_steps.py
 
 .PHONY: test-pythons
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here

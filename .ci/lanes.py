@@ -46,7 +46,7 @@ LANES = {
     "sanitizers": Lane("make test-sanitizers", 2),
     "docs": Lane("make docs", 2),
     "pythons": Lane("make test-pythons", 2),
-    "image": Lane("make image", 3),
+    "image": Lane("make test-image", 3),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 _CODE = ("sh", "console", "python", "indented")
 """What a reader runs. JSON and YAML are parsed by tests/docs/test_code_blocks.py; the rest is text or a directive."""
@@ -18,9 +22,13 @@ RUNS, SERVED = "runs", "served"
 _FIRST = "tests/newcomer/test_first_screen.py"
 _PAGES = "tests/newcomer/test_pages.py"
 _CODE_TESTS = "tests/docs/test_code_blocks.py"
-_FRAGMENT = "not run: part of a program; docs/examples has it whole, and tests/docs/test_examples.py runs that"
+_FRAGMENT = (
+    "not run: part of a program; docs/examples has it whole, and tests/docs/test_examples.py runs that"
+)
 _ENGINES = "not run: needs an inference server and a model; make test-engines runs such servers"
-_HOSTS = "not run: names hosts of an example; kvlink's parser takes each line (tests/docs/test_command_lines.py)"
+_HOSTS = (
+    "not run: names hosts of an example; kvlink's parser takes each line (tests/docs/test_command_lines.py)"
+)
 _CLUSTER = "not run: needs a cluster; tests/deploy checks the chart and the pods against Kubernetes' schemas"
 _TRACE = "not run: needs a published trace, which the repository does not have"
 
@@ -60,9 +68,8 @@ HOW: dict[str, dict[str, str]] = {
     "docs/operate/kubernetes.md": {
         "make image": _CLUSTER,
         "kubectl create namespace": _CLUSTER,
-        "kvlink certs": _CLUSTER,
+        "kubectl -n serving apply": _CLUSTER,
         "helm install kv": _CLUSTER,
-        "helm install etcd": _CLUSTER,
         "kubectl get pods": _CLUSTER,
     },
     "docs/operate/monitoring.md": {
@@ -125,7 +132,7 @@ def blocks() -> list[Block]:
     found = []
     for path in PAGES:
         for language, fenced, indented in _BLOCK.findall(path.read_text()):
-            text = "\n".join(line[4:] for line in indented.splitlines()) if indented else fenced
+            text = textwrap.dedent(indented) if indented else fenced
             found.append(Block(str(path.relative_to(ROOT)), "indented" if indented else language, text))
     return [block for block in found if block.language in _CODE]
 
