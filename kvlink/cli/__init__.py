@@ -298,7 +298,7 @@ def _told(error: Exception) -> tuple[str, int]:
 REPEATABLE = frozenset(
     {"--block-bytes", "--blocks", "--decode", "--host", "--prefill", "--tenant", "--tokens", "--workers"}
 )
-"""What some command takes several times. A test compares it with the commands."""
+"""Options that some command takes several times. A test compares them with the commands."""
 
 
 def _refuse_repeated(given: Sequence[str]) -> None:

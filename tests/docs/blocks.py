@@ -15,7 +15,7 @@ PAGES = [
 ]
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 _CODE = ("sh", "console", "python", "indented")
-"""What a reader runs. JSON and YAML are parsed by tests/docs/test_code_blocks.py; the rest is text or a directive."""
+"""Languages of blocks that a reader runs. JSON and YAML are parsed by tests/docs/test_code_blocks.py; the rest is text or a directive."""
 
 RUNS, SERVED = "runs", "served"
 """As it stands, from the wheel; SERVED needs a coordinator at the default port."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine of a new user: a minimal Debian in a root of its own. Its pip has no constraints and no wheel of kvlink."""
+"""A new user's machine: a minimal Debian in a root of its own. Its pip has no constraints and no wheel of kvlink."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOME = {"root": "/root", "reader": "/home/reader"}
 _BASE = ROOT / "build" / "newcomer" / "bookworm"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-"""What this machine trusts; the new one has to reach the same indexes of packages."""
+"""The authorities that this machine trusts: the new one has to reach the same indexes of packages."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENTER = """
 mount -t overlay -o lowerdir={base},upperdir={folder}/upper,workdir={folder}/work overlay {folder}/root
