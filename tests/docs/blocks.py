@@ -15,7 +15,7 @@ PAGES = [
 ]
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 _CODE = ("sh", "console", "python", "indented")
-"""Languages of blocks that a reader runs. JSON and YAML are parsed by tests/docs/test_code_blocks.py; the rest is text or a directive."""
+"""Languages of what a reader runs. tests/docs/test_code_blocks.py parses JSON and YAML; the rest is text."""
 
 RUNS, SERVED = "runs", "served"
 """As it stands, from the wheel; SERVED needs a coordinator at the default port."""
