@@ -50,7 +50,7 @@ def with_wheel(text: str, wheel: str) -> str:
 def lines_of(text: str) -> str:
     """The block, in which endless lines are stopped."""
     return "\n".join(
-        f"timeout --signal=INT 3 {line} >/dev/null || [ $? = 124 ]"
+        f"timeout --signal=INT 3 {line.partition('#')[0]} >/dev/null || [ $? = 124 ]"
         if line.partition("#")[0].strip() in _ENDLESS
         else line
         for line in text.splitlines()
