@@ -36,9 +36,10 @@ demo: build ## prefill in one process, decode in another, over every transport
 # The gate: nothing in it waits, races or judges by a clock. CONTRIBUTING.md describes the tiers.
 .PHONY: test
 test: export PYTHONHASHSEED := 0
-test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the wheel: all that a change must pass
+test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the site, the wheel: all that a change must pass
 	pytest -m "not engines and not netns and not softroce and not slow and not newcomer and not verify"
 	kvlink demo
+	! python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(MAKE) --no-print-directory docs
 	.ci/test-wheel $(PYTHON)
 
 .PHONY: verify
@@ -77,7 +78,7 @@ $(VENV)/.made: constraints.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.made pyproject.toml $(NATIVE)
-	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	$(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.checked: $(VENV)/.made pyproject.toml
@@ -164,8 +165,14 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
 
 .PHONY: test-newcomer
-test-newcomer: build release-wheel $(VENV)/.checked ## pages followed literally, with the wheel and an index alone (root)
-	pytest -m newcomer
+test-newcomer: build release-wheel $(VENV)/.checked ## README and pages followed literally in a fresh Debian (root)
+	.ci/system-packages $(PYTHON) newcomer
+	pytest -m newcomer tests/newcomer
+
+.PHONY: test-image
+test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debian, without a container engine (root)
+	.ci/system-packages $(PYTHON) newcomer
+	pytest -m newcomer tests/deploy/test_image_steps.py
 
 .PHONY: test-pythons
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here

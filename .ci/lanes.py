@@ -5,7 +5,10 @@ lanes.py run NAME...       runs lanes one after the other; build/lanes/NAME.json
 lanes.py verify            runs every lane of tier 2
 lanes.py changed [RANGE]   runs the lanes of tier 2 that a change touches, and names those of tier 3 to run by hand
 lanes.py names [RANGE]     only names them
-lanes.py show              shows how each lane ended last, and at which commit
+lanes.py show              shows how each lane ended last, and what has changed since its last green run
+lanes.py stale             lists the lanes whose sources have changed since then, the oldest first
+lanes.py record            commits how lanes ended here as .ci/lanes.json, which has the newest run of each lane
+lanes.py resolve           ends a conflict of merged branches in that file, by the newest run of each lane
 
 RANGE is for `git diff`; without it, the working tree is compared with origin/main, or with the commit before.
 """
@@ -22,10 +25,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "lanes"
+RECORD = ".ci/lanes.json"
+Result = dict[str, Any]
+"""How a lane ended. `green` has the commit and the time of its last run without a failure, or None."""
 
 
 class Lane(NamedTuple):
@@ -46,7 +52,7 @@ LANES = {
     "sanitizers": Lane("make test-sanitizers", 2),
     "docs": Lane("make docs", 2),
     "pythons": Lane("make test-pythons", 2),
-    "image": Lane("make image", 3),
+    "image": Lane("make test-image", 3),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
@@ -62,7 +68,8 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"csrc/(transports/cuda|staging|device)", ("transports", "sanitizers", "gpu")),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
-    (r"csrc/|CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak")),
+    (r"CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak", "image", "release")),
+    (r"csrc/", ("transports", "sanitizers", "instructions", "soak")),
     (
         r"kvlink/control/(rpc|client|session)",
         ("transports", "processes", "simulate", "netns", "deploy", "docs"),
@@ -73,7 +80,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"kvlink/hardware/", ("transports", "docs", "gpu")),
     (r"kvlink/demo|kvlink/router|kvlink/tracing", ("processes", "docs")),
     (r"kvlink/", ("transports", "processes", "docs")),
-    (r"integrations/deploy/image", ("deploy", "image")),
+    (r"integrations/deploy/image", ("deploy", "image", "slow")),
     (r"integrations/deploy", ("deploy",)),
     (r"integrations/", ("processes", "docs", "engines")),
     (r"benchmarks/instructions", ("instructions",)),
@@ -83,7 +90,8 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/netns/", ("netns",)),
-    (r"tests/deploy/", ("deploy",)),
+    (r"tests/deploy/test_image_steps|tests/newcomer/fresh_root", ("image", "newcomer")),
+    (r"tests/deploy/", ("deploy", "slow")),
     (r"tests/pages/", ("pages",)),
     (r"tests/newcomer/|README\.md", ("newcomer",)),
     (r"docs/getting-started/|docs/operate/(monitoring|systemd)\.md", ("docs", "newcomer")),
@@ -96,8 +104,17 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/control_simulation/", ("processes", "simulate")),
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
-    (r"pyproject\.toml|constraints\.txt|Makefile|\.ci/", ("processes", "deploy", "pythons", "image")),
+    (r"\.ci/lanes\.", ()),
+    (r"\.ci/(release-wheel|test-wheel)", ("release",)),
+    (
+        r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
+        ("processes", "deploy", "pythons", "image", "newcomer", "release"),
+    ),
     (r"docs/examples/", ("processes", "docs", "newcomer")),
+    (
+        r"docs/(troubleshooting|hardware/(rdma|gpudirect)|operate/(runbook|security)|servers/transformers)",
+        ("docs", "newcomer"),
+    ),
     (r"docs/", ("docs",)),
     (r"[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
 )
@@ -150,22 +167,24 @@ def run(name: str) -> bool:
             sys.stdout.write(line)
             kept.write(line)
     status = process.wait()
-    result = {
+    result: Result = {
         "lane": name,
         "status": status,
         **{kind: counts(log.read_text())[kind] for kind in ("passed", "failed", "skipped")},
         "seed": seed,
         "seconds": round(time.monotonic() - began),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
-        "ended": time.strftime("%Y-%m-%d %H:%M"),
+        "ended": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
+    before = _known().get(name, {}).get("green")
+    result["green"] = before if status else {"commit": result["commit"], "ended": result["ended"]}
     (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n")
     print(_closing(result), flush=True)
     return status == 0
 
 
-def _closing(result: dict[str, object]) -> str:
-    minutes, seconds = divmod(int(str(result["seconds"])), 60)
+def _closing(result: Result) -> str:
+    minutes, seconds = divmod(result["seconds"], 60)
     return (
         f"lane {result['lane']:12} {'good' if result['status'] == 0 else 'FAILED':6} {result['passed']} passed, "
         f"{result['failed']} failed, {result['skipped']} skipped, seed {result['seed']}, {minutes} min {seconds:02} s, "
@@ -173,15 +192,78 @@ def _closing(result: dict[str, object]) -> str:
     )
 
 
+def newest(*tables: Iterable[Result]) -> dict[str, Result]:
+    """Returns the last result of each lane, with its last green run, in the order of LANES."""
+    found: dict[str, Result] = {}
+    for result in (each for table in tables for each in table if each["lane"] in LANES):
+        other = found.get(result["lane"], result)
+        last = max(other, result, key=lambda each: each["ended"])
+        greens = [each["green"] for each in (other, result) if each["green"]]
+        found[result["lane"]] = last | {"green": max(greens, key=lambda green: green["ended"], default=None)}
+    return {name: found[name] for name in LANES if name in found}
+
+
+def text_of(results: Iterable[Result]) -> str:
+    """Returns the text of the record: a line for each lane, so that branches rarely conflict."""
+    return "[\n" + ",\n".join(json.dumps(each) for each in results) + "\n]\n"
+
+
+def _known() -> dict[str, Result]:
+    record = ROOT / RECORD
+    here = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    return newest(json.loads(record.read_text()) if record.exists() else [], here)
+
+
+def changed_since(result: Result | None) -> list[str] | None:
+    """Returns the files of a lane that have changed since its last green run. None if there is no such run."""
+    if result is None or not result["green"]:
+        return None
+    try:
+        paths = _git("diff", "--name-only", result["green"]["commit"].rstrip("+")).splitlines()
+    except subprocess.CalledProcessError:
+        return None  # the commit is of a branch that is gone
+    paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
+    return [path for path in paths if result["lane"] in touched([path])]
+
+
+def stale() -> list[tuple[str, str]]:
+    """Returns each lane with changed sources and a line about it. The one that was green longest ago is first."""
+    known, found = _known(), []
+    for name in LANES:
+        result = known.get(name)
+        changed = changed_since(result)
+        green = (result or {}).get("green")
+        if changed is None:
+            found.append(("", name, f"was never green: {LANES[name].command}"))
+        elif changed and green:
+            since = f"green at {green['commit']}, {green['ended']}; {len(changed)} of its files changed since"
+            found.append((green["ended"], name, f"{since}: {LANES[name].command}"))
+    return [(name, line) for _, name, line in sorted(found, key=lambda each: each[0])]
+
+
 def show() -> None:
-    """Prints a line for each lane."""
+    """Prints a line for each lane, and another one if its last green run is not of the present sources."""
+    known, old = _known(), dict(stale())
     for name, lane in LANES.items():
-        kept = RESULTS / f"{name}.json"
-        print(
-            _closing(json.loads(kept.read_text()))
-            if kept.exists()
-            else f"lane {name:12} never ran: {lane.command}"
-        )
+        print(_closing(known[name]) if name in known else f"lane {name:12} never ran: {lane.command}")
+        if name in known and name in old:
+            print(f"     {name:12} {old[name]}")
+
+
+def record(message: str = "Record how lanes ended") -> None:
+    """Writes the record and commits it alone."""
+    results = _known()
+    (ROOT / RECORD).write_text(text_of(results.values()))
+    _git("add", RECORD)
+    if _git("status", "--porcelain", RECORD):
+        _git("commit", "--quiet", "--only", "--message", message, RECORD)
+
+
+def resolve() -> None:
+    """Ends a conflict in the record."""
+    sides = [json.loads(_git("show", f":{stage}:{RECORD}")) for stage in (2, 3)]
+    (ROOT / RECORD).write_text(text_of(newest(*sides).values()))
+    _git("add", RECORD)
 
 
 def _git(*command: str) -> str:
@@ -221,6 +303,15 @@ def main(arguments: Sequence[str]) -> int:
             return 0 if what == "names" else _run_all(name for name in names if LANES[name].tier == 2)
         case ["show"]:
             show()
+            return 0
+        case ["stale"]:
+            print("\n".join(f"{name:12} {line}" for name, line in stale()) or "no lane is stale")
+            return 0
+        case ["record"]:
+            record()
+            return 0
+        case ["resolve"]:
+            resolve()
             return 0
     print(f"{__doc__}\nlanes: {', '.join(LANES)}", file=sys.stderr)
     return 2

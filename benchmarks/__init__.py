@@ -15,7 +15,7 @@ import typer
 from kvlink.cli.tables import show_parts, show_rows
 
 from .harness.arguments import names_of, numbers_of
-from .harness.options import BlockOrder, Iters, Json, Transport
+from .harness.options import BlockOrder, Iters, Json, ModelName, Transport
 from .harness.run_record import begin, finish
 from .simulation.prefix_command import measure_prefixes
 
@@ -105,7 +105,7 @@ def measure_gpu(
 
 @app.command("migrate")
 def measure_migrate(
-    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-8b",
+    model: ModelName = "llama-3.1-8b",
     tokens: Annotated[int, typer.Option(min=1, help="Move a request of this many tokens.")] = 4096,
     transport: Transport = "all",
     tp: Annotated[
@@ -215,11 +215,12 @@ def measure_control(
     from .measurements import control
     from .measurements import coordinator_replicas as several
 
+    numbers = numbers_of(replicas, "--replicas")
     if store == "memory":
         finish([control.rows(workers)], as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    finish([several.rows(numbers_of(replicas, "--replicas"))], as_json, "bench control on etcd")
+    finish([several.rows(numbers)], as_json, "bench control on etcd")
 
 
 @app.command("scale")
@@ -242,8 +243,9 @@ def measure_scale(
 
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
+    numbers = numbers_of(workers, "--workers")
     begin(as_json)
-    parts = bench.parts(numbers_of(workers, "--workers"), tickets, store, processes, lease_s, idle_s)
+    parts = bench.parts(numbers, tickets, store, processes, lease_s, idle_s)
     finish(parts, as_json, "bench scale", by="what")
 
 
@@ -267,8 +269,12 @@ def measure_peers(
         typer.Option(min=1, help="Move this many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Measure each shape for this many seconds.")] = 3.0,
-    environments: Annotated[Path, typer.Option(help="Find the other libraries here.")] = Path("build/peers"),
-    log: Annotated[Path, typer.Option(help="Write output of the peers here.")] = Path("build/peers/log"),
+    environments: Annotated[
+        Path | None, typer.Option(help="Find the other libraries in this folder. [build/peers]")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write output of the peers to this file. [log, in that folder]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Let other transfer libraries move the same blocks, in turns with kvlink and with bare copies.
@@ -279,10 +285,13 @@ def measure_peers(
     from .peers import run
     from .peers.setup import advice
 
-    begin(as_json)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        contests = run.contests(path, run.shapes(block_bytes, blocks), seconds, environments, output)
+    if environments is not None and not environments.is_dir():
+        raise typer.BadParameter("not a folder", param_hint="--environments")
+    environments = environments or Path("build/peers")
+    shapes = run.checked(path, block_bytes, blocks)
+    with run.open_log(log, environments) as output:
+        begin(as_json)
+        contests = run.contests(path, shapes, seconds, environments, output)
         rows = show_parts(
             [part if as_json else map(run.brief, part) for part in contests], as_json, "bench peers"
         )

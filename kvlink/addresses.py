@@ -10,6 +10,11 @@ import socket
 from kvlink.errors import ConfigError
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
+_LABEL = r"(?!-)[\w-]{1,63}(?<!-)"
+_LABELS = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.ASCII)
+_NUMBERS = re.compile(r"[\d.]+")
+"""An address that is none, such as 256.1.1.1."""
+_MOST_NAME, _MOST_SHOWN = 253, 80
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -22,6 +27,31 @@ def plain_host(host: str) -> str:
 def can_be_dialled(host: str) -> bool:
     """Returns whether `host` is a name or an address of one host, and not for example host:port."""
     return not is_wildcard(host) and (_ip(host) is not None or _NAME.fullmatch(host) is not None)
+
+
+def one_host(given: str, option: str) -> str:
+    """Returns the name or address of one host without brackets. Raises ConfigError that says what else `given` is."""
+    host = plain_host(given)
+    if _ip(host) is not None or (
+        _LABELS.fullmatch(host) and len(host) <= _MOST_NAME and not _NUMBERS.fullmatch(host)
+    ):
+        return host
+    if not host:
+        wrong = "is empty; write a host name or an IP address"
+    elif "," in host:
+        wrong = "names several hosts; write one"
+    elif "://" in host:
+        wrong = "is a URL; write only its host"
+    elif re.fullmatch(r"[^:]+:\d*|\[.*\]:\d*", given.strip()):
+        wrong = "has a port; write only the host"
+    else:
+        wrong = "is neither a host name nor an IP address"
+    raise ConfigError(f"{option} {shown(given)} {wrong}")
+
+
+def shown(given: str) -> str:
+    """Returns text from outside for an error: quoted, and cut if it is long."""
+    return repr(given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}…")
 
 
 def is_loopback(host: str) -> bool:

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the names of requests and workers."""
+"""Checks the names of requests and workers, and the types of arguments."""
 
 from __future__ import annotations
 
 from kvlink.errors import ConfigError
 
 MAX_NAME_BYTES = 512
+
+
+def check_kind(value: object, kind: type | tuple[type, ...], what: str, expected: str) -> None:
+    """Raises ConfigError unless `value` is a `kind`. `expected` names that in words, with an article."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{what} must be {expected}, not {type(value).__name__}")
 
 
 def check_name(name: object, what: str) -> None:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from kvlink.errors import ConfigError
+from kvlink.names import check_kind
 
 _T = TypeVar("_T", str, int, float, bool)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_NUMBERS: dict[type, type] = {int: Integral, float: Real}
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "one of " + ", ".join(_TRUE + _FALSE)}
 
 
@@ -37,11 +40,18 @@ class Setting:
                 return _parse_bool(text)
             return type(self.default)(text)
         except ValueError:
+            if text.startswith(("tcp://", "udp://")):
+                raise ConfigError(
+                    f"{self.env}={text!r} comes from a Kubernetes Service that is called {_service(self.env)}; set "
+                    "enableServiceLinks: false in the pod's spec, or give the Service another name"
+                ) from None
             kind = _KINDS[type(self.default)]
             raise ConfigError(f"{self.env}={text!r} is not {kind}. {self._explained()}") from None
 
     def check(self, value: str | int | float | bool) -> None:
-        """Raises ConfigError if `value` is out of bounds or not one of the choices."""
+        """Raises ConfigError if `value` has another type, is out of bounds or not one of the choices."""
+        kind = type(self.default)
+        check_kind(value, _NUMBERS.get(kind, kind), f"{self.name} ({self.env})", _KINDS[kind])
         if isinstance(value, (int, float)) and not self._within(value):
             bounds = f"at least {self.least:g}"
             if self.most is not None:
@@ -56,6 +66,10 @@ class Setting:
 
     def _within(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+def _service(env: str) -> str:
+    return env.removesuffix("_PORT").lower().replace("_", "-")
 
 
 def _parse_bool(text: str) -> bool:

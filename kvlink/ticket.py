@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
-from kvlink.names import MAX_NAME_BYTES, check_name
+from kvlink.names import MAX_NAME_BYTES, check_kind, check_name
 from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests
 from kvlink.tracing import traceparent
 from kvlink.tracing.traceparent import TraceParent
@@ -215,6 +215,7 @@ class Ticket:
     @classmethod
     def from_bytes(cls, blob: bytes) -> Ticket:
         """Parses untrusted bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
+        check_kind(blob, (bytes, bytearray, memoryview), "a ticket", "bytes")
         try:
             return _parse(blob)
         except (struct.error, UnicodeDecodeError, ValueError) as error:
@@ -231,6 +232,7 @@ class Ticket:
 
         Raises ConfigError for any other text.
         """
+        check_kind(text, str, "a ticket's text", "text")
         text = text.strip(_AROUND)
         if len(text) > MAX_TICKET_BYTES * 4 // 3 + 4:
             raise ConfigError("not a ticket of kvlink: too long")

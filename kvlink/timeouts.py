@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from kvlink.errors import ConfigError
+from kvlink.names import check_kind
 
 
 def checked(timeout_s: float) -> float:
     """Returns `timeout_s`. Raises ConfigError if it is negative or not a number."""
+    check_kind(timeout_s, Real, "timeout_s", "a number of seconds")
     if not timeout_s >= 0:
         raise ConfigError(f"timeout_s={timeout_s!r} must be at least 0 s; 0 means now")
     return timeout_s

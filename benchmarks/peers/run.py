@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -38,21 +39,31 @@ def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> l
     return found
 
 
+def checked(path: str, block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
+    """As `shapes`. Raises ConfigError also for an unknown path."""
+    if unknown := sorted(set(path.split(",")) - set(PATHS)):
+        raise ConfigError(f"no path is called {unknown[0]!r}; choose from {', '.join(PATHS)}")
+    return shapes(block_bytes, blocks)
+
+
+def open_log(log: Path | None, environments: Path) -> IO[str]:
+    """Opens the file that gets the output of the peers. Without one it is in `environments`, or dropped."""
+    if log is None and not environments.is_dir():
+        return open(os.devnull, "w")  # noqa: PTH123
+    return (log or environments / "log").open("w")
+
+
 def contests(
     path: str, wanted: Iterable[Shape], seconds: float, environments: Path, log: IO[str]
 ) -> list[Iterable[dict[str, Any]]]:
-    """Returns the peers without a contest, then the rows of each contest, which runs when they are iterated.
-
-    Raises ConfigError for an unknown path.
-    """
-    paths = path.split(",")
-    if unknown := sorted(set(paths) - set(PATHS)):
-        raise ConfigError(f"no path is called {unknown[0]!r}; choose from {', '.join(PATHS)}")
+    """Returns the peers without a contest, then the rows of each contest, which runs when they are iterated."""
     absent = [
         {"peer": peer, "mode": mode, "path": "any", "why_not": why} for (peer, mode), why in NOT_RUN.items()
     ]
     held = [
-        contest.rows(name, shape, seconds, environments.absolute(), log) for name in paths for shape in wanted
+        contest.rows(name, shape, seconds, environments.absolute(), log)
+        for name in path.split(",")
+        for shape in wanted
     ]
     return [({"kind": "peers", **row} for row in part) for part in (absent, *held)]
 

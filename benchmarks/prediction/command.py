@@ -13,6 +13,7 @@ import typer
 from kvlink.cli.tables import show_rows
 from kvlink.transfer.cost_model import PRIORS, Cost
 
+from ..harness.options import ModelName
 from ..workloads.models import BLOCK_TOKENS, model_of
 from .calibration import Fit, fits_of
 from .machines import Machine, request_of
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 @app.command()
 def predict(
-    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-70b",
+    model: ModelName = "llama-3.1-70b",
     model_config: Annotated[
         Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,

@@ -13,6 +13,7 @@ from kvlink.cli.tables import print_json, show_parts, show_rows
 from kvlink.errors import ConfigError
 from kvlink.transfer.cost_model import PRIORS, Cost
 
+from ..harness.options import ModelName
 from ..prediction.calibration import fits_of
 from ..prediction.machines import Machine
 from ..prediction.path import Path as Way
@@ -68,7 +69,7 @@ def simulate(
         int, typer.Option(min=1, help="Let a decode worker have this many pulls in flight; others wait.")
     ] = 8,
     lease_s: Annotated[float, typer.Option(min=1e-6, help="Use leases of this many seconds.")] = 30.0,
-    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-70b",
+    model: ModelName = "llama-3.1-70b",
     model_config: Annotated[
         Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
     ] = None,
@@ -101,9 +102,11 @@ def simulate(
     between the NICs are assumed to be unlimited.
     """
     if validate:
+        from ..harness.arguments import names_of
         from ..harness.machine import describe
         from .validation import rows as validation_rows
 
+        names_of(validate)
         if as_json:
             print_json({"kind": "machine", **describe()})
         found = validation_rows(validate)

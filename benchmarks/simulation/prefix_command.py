@@ -12,6 +12,8 @@ import typer
 
 from kvlink.cli.tables import show_rows
 
+from ..harness.options import ModelName
+
 _LONG = frozenset({
     "kind", "workers", "cache_tokens", "prefill_tokens_per_s", "speed", "requests", "prompt_tokens", "computed_tokens",
     "mean_s", "p50_of_without", "p99_of_without", "computed_of_without",
@@ -39,7 +41,7 @@ def measure_prefixes(
     margin: Annotated[
         float, typer.Option(min=1, help="Pull only if this many times the predicted time is still faster.")
     ] = 1.5,
-    model: Annotated[str, typer.Option(help="Use the KV geometry of this model.")] = "llama-3.1-8b",
+    model: ModelName = "llama-3.1-8b",
     tp: Annotated[int, typer.Option(min=1, help="Use this many ranks per worker.")] = 1,
     path: Annotated[str, typer.Option(help="Pull over this path: gpudirect, bounce, or tcp.")] = "tcp",
     nics: Annotated[int, typer.Option(min=1, help="Use this many NICs per worker.")] = 1,

@@ -132,7 +132,7 @@ MODELS = {
 
 def model_of(name: str) -> Model:
     """Returns a model by its name, or by the path of its config.json. Raises ConfigError."""
-    if name.endswith(".json"):
+    if name.endswith(".json") or name.startswith(("/", "./", "../")):
         return Model.from_file(Path(name))
     model = MODELS.get(name.lower())
     if model is None:

@@ -76,8 +76,8 @@ Status check_list(const char* name, std::span<const uint32_t> blocks, const Layo
   const auto [first, last] = blocks_of(layout, tokens);
   if (last > blocks.size()) {
     return Status::Config(std::string(name) + " has " + std::to_string(blocks.size()) + " blocks of " +
-                          std::to_string(layout.block_tokens) + " tokens, too few for " +
-                          std::to_string(tokens.end));
+                          std::to_string(layout.block_tokens) + " tokens: " + std::to_string(tokens.end) +
+                          " tokens do not fit");
   }
   uint32_t highest = 0;
   for (size_t i = first; i < last; ++i) highest = std::max(highest, blocks[i]);
@@ -111,8 +111,8 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
 Status repeated(std::span<const uint32_t> ids, size_t first) {
   size_t at = first + 1;
   while (std::find(ids.begin() + first, ids.begin() + at, ids[at]) == ids.begin() + at) ++at;
-  return Status::Config("reader_blocks names a block twice: " + std::to_string(ids[at]) +
-                        ", again at index " + std::to_string(at));
+  return Status::Config("into names a block twice: " + std::to_string(ids[at]) + ", again at index " +
+                        std::to_string(at));
 }
 
 /// Returns the layers that share memory, each with the next one there.
@@ -198,7 +198,7 @@ Status Planner::check(std::span<const uint32_t> owner_blocks, std::span<const ui
     }
   }
   if (Status list = check_list("owner_blocks", owner_blocks, owner_, tokens); !list.ok()) return list;
-  if (Status list = check_list("reader_blocks", reader_blocks, reader_, tokens); !list.ok()) return list;
+  if (Status list = check_list("into", reader_blocks, reader_, tokens); !list.ok()) return list;
   if (tokens.begin == tokens.end) return {};
   const auto [first, last] = blocks_of(reader_, tokens);
   if (has_repeated(reader_blocks.subspan(first, last - first), reader_.num_blocks)) {

@@ -48,8 +48,9 @@ class Prefill:
 async def decode(worker: kvlink.Worker, ticket: str, into: list[int]) -> bool:
     """Pulls one request within a second. Returns False when it has to be computed again."""
     try:
-        stats = await asyncio.wait_for(worker.pull(kvlink.Ticket.from_text(ticket), into), timeout=1.0)
-    except (kvlink.TransferError, asyncio.TimeoutError) as error:  # after either, no byte arrives any more
+        async with worker.pull(kvlink.Ticket.from_text(ticket), into, timeout_s=1.0) as pull:
+            stats = await pull
+    except kvlink.TransferError as error:  # after the block, no byte arrives any more
         print(f"computing it here: {error}")
         return False
     print(f"pulled {stats.num_bytes} bytes into blocks {into}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the roles of `kvlink demo`: continuous batching that prefills, that decodes, and that does both alone."""
+"""Implements the roles of `kvlink demo --engine transformers`: continuous batching that prefills, decodes, or both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvlink import WorkerConfig
 from kvlink.demo.messages import Reply, until_none
-from kvlink.demo.model import tiny_llama
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
 from kvlink.errors import TransferError
 
 from .handoff import KVLinkHandoff
 from .handoff_message import Handoff
+from .tiny_llama import tiny_llama
 
 PAGE_TOKENS = 16
 _NUM_PAGES = 256

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -16,6 +17,7 @@ import typer
 
 from kvlink import __version__
 from kvlink.cli import coordinator_command, doctor_command, output, plugins
+from kvlink.cli.completion import transport_names
 from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import Json
 from kvlink.errors import ConfigError, KVLinkError
@@ -24,7 +26,7 @@ app = typer.Typer(
     name="kvlink",
     help="Move the KV cache of running requests between inference workers by one-sided reads.",
     epilog=examples_of("kvlink"),
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings=plugins.HELP,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -46,8 +48,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_NEXT = f"""\
+kvlink {__version__} moves the KV cache of running requests between inference workers.
+
+  kvlink doctor        what works on this machine, and how to fix the rest
+  kvlink demo          a request that moves between processes, over every transport of this machine
+  kvlink bench pull    how fast each transport is here
+  kvlink coordinator   a coordinator, in which workers find each other
+  kvlink config        the options, which are KVLINK_* variables
+
+kvlink --help lists all commands. vLLM, SGLang and transformers load kvlink themselves: see docs/servers/."""
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, instead of one sentence.")
     ] = False,
@@ -67,6 +82,9 @@ def options(
         from kvlink.cli.tables import Shown
 
         Shown.wide = True
+    if context.invoked_subcommand is None:
+        typer.echo(_NEXT)
+        raise typer.Exit(2)
 
 
 @app.command(epilog=examples_of("demo"))
@@ -74,7 +92,8 @@ def demo(
     transport: Annotated[
         str,
         typer.Option(
-            help="Use these transports, separated by commas, one after the other. all uses those that work here."
+            help="Use these transports, separated by commas, one after the other. all uses those that work here.",
+            autocompletion=transport_names,
         ),
     ] = "all",
     as_json: Json = False,
@@ -87,6 +106,14 @@ def demo(
     pp: Annotated[
         str, typer.Option(help="Split the layers of prefill and of decode into stages, for example 2:1.")
     ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Compute by numpy, or by transformers, which needs kvlink[demo]. The default is transformers for a "
+            "--device that is not cpu, and numpy otherwise.",
+            autocompletion=lambda: ["numpy", "transformers"],
+        ),
+    ] = "",
 ) -> None:
     """Prefill in one process, decode in another, and compare the tokens with a single-process run.
 
@@ -94,7 +121,9 @@ def demo(
     """
     from kvlink.demo import run
 
-    raise typer.Exit(run(None if transport == "all" else transport.split(","), as_json, patience, device, pp))
+    raise typer.Exit(
+        run(None if transport == "all" else transport.split(","), as_json, patience, device, pp, engine)
+    )
 
 
 app.command(epilog=examples_of("coordinator"))(coordinator_command.coordinator)
@@ -152,6 +181,7 @@ def certs(
 
     try:
         from kvlink.cli.certs import make, make_token
+        from kvlink.cli.checks import listed, named_hosts
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("cryptography"):
             raise
@@ -160,7 +190,7 @@ def certs(
     if token:
         make_token(Path(token), (tenant or ["*"])[0])
     else:
-        make(Path(folder), host or [], tenant or [], days, renew, as_json)
+        make(Path(folder), named_hosts(host or [], "--host"), listed(tenant or []), days, renew, as_json)
 
 
 @app.command(epilog=examples_of("status"))
@@ -237,17 +267,52 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     output.prepare()
     try:
         try:
+            _refuse_repeated(given)
             app(given, prog_name="kvlink")
         finally:
             sys.stdout.flush()
-    except KVLinkError as error:
+    except (KVLinkError, OSError, OverflowError) as error:
         if isinstance(error, output.OutputLost):
             output.discard()
         if "--debug" in given:
             raise
-        print(f"kvlink: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sentence, status = _told(error)
+        print(f"kvlink: {sentence}", file=sys.stderr)
+        sys.exit(status)
+    except KeyboardInterrupt:  # while modules are loaded
+        sys.exit(128 + signal.SIGINT)
     sys.exit(0)
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """Returns an error as a sentence, and the exit status. Only an OSError about a path comes from an argument."""
+    if isinstance(error, OSError):
+        if error.filename is None:
+            return f"{error.strerror or error}; --debug shows where", 1
+        return f"cannot use {error.filename}: {error.strerror}; name another path", 2
+    if isinstance(error, OverflowError):
+        return f"an argument is too large a number: {error}", 2
+    return str(error), 2 if isinstance(error, ConfigError) else 1
+
+
+REPEATABLE = frozenset(
+    {"--block-bytes", "--blocks", "--decode", "--host", "--prefill", "--tenant", "--tokens", "--workers"}
+)
+"""Options that some command takes several times. A test compares them with the commands."""
+
+
+def _refuse_repeated(given: Sequence[str]) -> None:
+    """Raises ConfigError for an option with two values, of which the parser would use the last one silently."""
+    names = [
+        word.partition("=")[0]
+        for word, value in zip(given, [*given[1:], "--"], strict=False)
+        if word.startswith("--") and ("=" in word or not value.startswith("--"))
+    ]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1 and name not in REPEATABLE:
+            raise ConfigError(
+                f"{name} is given twice; give it once, with commas between values if it takes a list"
+            )
 
 
 def _normalized(given: list[str]) -> list[str]:

@@ -81,12 +81,18 @@ def coordinator(
     from dataclasses import replace
 
     from kvlink import log, tracing
-    from kvlink.cli import status_page
+    from kvlink.cli import checks, status_page
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
     from kvlink.coordinator.coordinator import serve
     from kvlink.coordinator.gc_tuning import tune_gc
+    from kvlink.errors import ConfigError
 
+    host = checks.can_listen(host, port, "--host", "--port")
+    if http_port is not None:
+        http_host = checks.can_listen(http_host, http_port, "--http-host", "--http-port")
+    elif http_host != "127.0.0.1":
+        raise ConfigError("--http-host has no effect without --http-port; give both")
     config = WorkerConfig.from_env()
     level = "info" if sources(os.environ)["log"] == "default" else config.log
     log.setup(level, log_json or config.log_json)

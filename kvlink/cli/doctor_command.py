@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from kvlink.cli.json_option import Json
+from kvlink.errors import ConfigError
+
+_REPORT = "kvlink-day-one.md"
 
 
 def doctor(
@@ -29,17 +32,20 @@ def doctor(
         ),
     ] = False,
     report: Annotated[
-        str, typer.Option(metavar="FILE", help="Write the report of --day-one to this new file.")
-    ] = "kvlink-day-one.md",
+        str,
+        typer.Option(metavar="FILE", help=f"Write the report of --day-one to this new file. [{_REPORT}]"),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Check what works on this machine. Show the evidence, and the command that fixes what does not.
 
     Run it in the same container and as the same user as the server. The exit status is 1 if a check fails.
     """
-    if day_one:
-        _day_one(Path(report))
+    if day_one and not gpudirect:
+        _day_one(Path(report or _REPORT))
         return
+    if report or day_one:
+        raise ConfigError("give --day-one without --gpudirect" if day_one else "--report needs --day-one")
 
     from kvlink.cli import tables
     from kvlink.doctor import Verdict, examine, worst

@@ -12,6 +12,7 @@ EXAMPLES = {
     "demo": (
         "kvlink demo",
         "kvlink demo --transport shm,tcp",
+        "kvlink demo --engine transformers",
     ),
     "coordinator": (
         "kvlink coordinator --http-port 7480",

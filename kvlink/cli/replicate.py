@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 import typer
 
+from kvlink.cli.checks import base_urls
 from kvlink.cli.examples import examples_of
 from kvlink.cli.json_option import Json
 from kvlink.cli.prefix_copies import Counters, Row, in_rounds, of_chat, of_text, of_tokens, outcome, sentence
-from kvlink.cli.router import base_urls
 from kvlink.cli.tables import print_json
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.runtime.supervised import start_thread
@@ -77,7 +77,7 @@ def replicate(
     Without an option for the prefix, its text is read from standard input. VLLM_API_KEY is sent as the API key if it is
     set. The exit status is 1 if a server failed; the others are asked all the same.
     """
-    urls, key = _checked(servers), _api_key()
+    urls, key = base_urls(servers, "SERVERS"), _api_key()
     body = {
         "model": model,
         "max_tokens": 1,
@@ -110,20 +110,6 @@ def replicate(
         sys.stdout.flush()
     if failed:
         raise KVLinkError(f"{len(failed)} of {len(urls)} servers failed: {', '.join(failed)}")
-
-
-def _checked(servers: list[str]) -> list[str]:
-    for url in servers:
-        try:
-            parts = urlsplit(url)
-            good = parts.hostname and parts.port != 0 and "@" not in parts.netloc
-        except ValueError:
-            good = False
-        if not good or parts.query or parts.fragment:
-            raise ConfigError(
-                "a server is not given by a base URL; write http://host:port, without a user name"
-            )
-    return base_urls(servers)
 
 
 def _api_key() -> str:

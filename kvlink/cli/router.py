@@ -78,26 +78,20 @@ def router(
             raise
         raise ConfigError("the router needs aiohttp: pip install 'kvlink[router]'") from error
     from kvlink import log, tracing
+    from kvlink.cli.checks import base_urls, can_listen
     from kvlink.config import WorkerConfig
 
+    urls = base_urls(prefill, "--prefill"), base_urls(decode, "--decode")
+    host = can_listen(host, port, "--host", "--port")
     config = WorkerConfig.from_env()
     log.setup(config.log, config.log_json)
     tracing.start()
     asyncio.run(
         serve(
-            base_urls(prefill),
-            base_urls(decode),
+            *urls,
             host,
             port,
             Options(recompute, streaming_from, bidirectional, migrate),
             lambda url: print_ready(as_json, f"kvlink router on {url}", router=url),
         )
     )
-
-
-def base_urls(given: list[str]) -> list[str]:
-    """Returns the URLs without a path, each once. Raises ConfigError for a URL that is not a server's base URL."""
-    for url in given:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is not a base URL of a server; write http://host:port")
-    return list(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in given))

@@ -74,7 +74,8 @@ def show_parts(
     is computed only when it is iterated. `by` names a column: each of its values gets a table of its own.
     """
     seen: list[Mapping[str, Any]] = []
-    with _progress(bar=len(parts) > 1, quiet=as_json and sys.stdout.isatty()) as progress:
+    known = all(isinstance(part, Sequence) for part in parts)  # nothing is computed
+    with _progress(bar=len(parts) > 1, quiet=known or (as_json and sys.stdout.isatty())) as progress:
         task = progress.add_task(title, total=len(parts))
         for part in parts:
             for row in part:

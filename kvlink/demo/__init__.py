@@ -3,7 +3,8 @@
 
 `run` is the router and checks the result. It starts a coordinator, a prefill and a decode process, sends prompts from
 one to the other, and compares the tokens with those of the same model in a fourth process, whose cache never moved.
-Prefill and decode use continuous batching of Hugging Face transformers with kvlink.integrations.transformers.
+Prefill and decode use a small transformer in numpy, or continuous batching of Hugging Face transformers with
+kvlink.integrations.transformers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from kvlink.demo.options import Options
 from kvlink.errors import ConfigError
 
 __all__ = ["run"]
 
+ENGINES = ("numpy", "transformers")
 _TRANSFORMERS = (5, 19)  # caches of older releases do not name what they hold
 
 
@@ -26,21 +29,38 @@ def run(
     patience: float = 1.0,
     device: str = "cpu",
     pp: str = "",
+    engine: str = "",
 ) -> int:
     """Prints one row per transport, as a table or as JSON lines.
 
-    `transports` None tries all that this machine has. `patience` multiplies every deadline, for slow machines. `device`
-    is the device of the models, as torch names it. `pp`, such as "2:1", splits the layers of prefill and of decode into
-    that many stages with a worker each, instead of continuous batching.
+    `transports` None tries all that this machine has. `patience` multiplies every deadline, for slow machines. `engine`
+    is one of ENGINES. `device` is the device of the models, as torch names it, and needs transformers if it is not the
+    CPU. `pp`, such as "2:1", splits the layers of prefill and of decode into that many stages with a worker each.
 
-    Returns 0, or 1 if any row's tokens differ or its transport fails. Raises ConfigError for unknown names, and if
-    torch, or a release of transformers that supports handoffs, is not installed.
+    Returns 0, or 1 if any row's tokens differ or its transport fails. Raises ConfigError for unknown names, for
+    transports that cannot work on this machine, and if torch, or a release of transformers that supports handoffs, is
+    needed and not installed.
     """
-    if missing := _missing():
-        raise ConfigError(f"the demo needs {' and '.join(missing)}: run pip install 'kvlink[demo]'")
+    engine = engine or ("numpy" if device == "cpu" else "transformers")
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine {engine!r}: write one of {', '.join(ENGINES)}")
+    if engine == "numpy" and device != "cpu":
+        raise ConfigError(
+            f"the engine numpy computes on the CPU only, not on {device}; pass --engine transformers"
+        )
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"--device {device!r}: write cpu, cuda, or cuda:N for a GPU of this machine")
+    if engine == "transformers" and pp:
+        raise ConfigError("only the engine numpy splits layers into stages; omit --pp, --engine and --device")
+    if engine == "transformers" and (missing := _missing()):
+        raise ConfigError(
+            f"the engine transformers needs {' and '.join(missing)}: run pip install 'kvlink[demo]'"
+        )
     from kvlink.demo.show import show
 
-    return show(transports, json, patience, device, _stages(pp) if pp else None)
+    return show(
+        transports, json, Options(patience, engine == "transformers", device, _stages(pp) if pp else (1, 1))
+    )
 
 
 def _stages(pp: str) -> tuple[int, int]:

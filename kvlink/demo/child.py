@@ -16,11 +16,12 @@ from kvlink.errors import KVLinkError
 _BATCHING = "kvlink.integrations.transformers.demo"
 ROLES = {
     "coordinator": "kvlink.demo.coordinator_role:CoordinatorRole",
-    "prefill": f"{_BATCHING}:PrefillRole",
-    "decode": f"{_BATCHING}:DecodeRole",
-    "reference": f"{_BATCHING}:ReferenceRole",
-    "prefill stages": "kvlink.demo.stages:PrefillStages",
-    "decode stages": "kvlink.demo.stages:DecodeStages",
+    "prefill": "kvlink.demo.stages:Prefill",
+    "decode": "kvlink.demo.stages:Decode",
+    "reference": "kvlink.demo.stages:Reference",
+    "transformers prefill": f"{_BATCHING}:PrefillRole",
+    "transformers decode": f"{_BATCHING}:DecodeRole",
+    "transformers reference": f"{_BATCHING}:ReferenceRole",
 }
 
 

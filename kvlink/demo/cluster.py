@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from kvlink.demo.options import Options
 from kvlink.demo.processes import Child, Family
 from kvlink.demo.text import Expected
 
@@ -10,14 +11,12 @@ _START_S = 120.0  # the time to import torch and transformers from a cold disk
 
 
 class Cluster:
-    """A coordinator, a prefill, a decode and a reference process. They start immediately; use it as a context manager.
+    """A coordinator, a prefill, a decode and a reference process. They start at once; use it as a context manager."""
 
-    `patience` multiplies every deadline. `device` is the device of the models, as torch names it.
-    """
-
-    def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
-        self.patience, self.device = patience, device
-        self._family = Family(("coordinator", "prefill", "decode", "reference"), patience)
+    def __init__(self, options: Options = Options()) -> None:  # noqa: B008 - frozen
+        self.options = options
+        names = ("coordinator", "prefill", "decode", "reference")
+        self._family = Family(names, options.patience, [options.role(name) for name in names])
         self._children: list[Child] = []
         self._expected: Expected = {}
 
@@ -25,8 +24,9 @@ class Cluster:
         """Waits until all processes have started, and returns the coordinator's address. Raises ChildError."""
         self._children = self._family.wait_ready(_START_S)
         coordinator, *_, reference = self._children
-        reference.call("reference", "open", patience=self.patience, device=self.device)
-        reference.ask("reference", "tokens")
+        role = self.options.role("reference")
+        reference.call(role, "open", **self.options.arguments("reference"))
+        reference.ask(role, "tokens")
         coordinator.call("coordinator", "open")
         return str(coordinator.call("coordinator", "address")["address"])
 

@@ -1,46 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a tiny Llama with seeded random weights, the same in every process. Nothing is downloaded."""
+"""The demo's model: a small decoder-only transformer in numpy, the same in every process. Nothing is downloaded."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import numpy as np
+from numpy.typing import NDArray
 
-from kvlink.errors import ConfigError
+Array = NDArray[np.float32]
+Cache = list[tuple[Array, Array]]
+"""Keys and values of each layer, as [tokens, heads, head_dim]."""
 
-VOCABULARY = 256
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, VOCABULARY = 4, 4, 64, 256
+_WIDTH = NUM_HEADS * HEAD_DIM
 _SEED = 2024
-# With the usual 0.02, a random Llama repeats its last token and ignores its cache. From 0.1 on, the output varies and
-# changes with any block of the cache (tests/unit/test_demo_model.py).
+# With small weights, a random transformer repeats its last token and ignores its cache. From 0.1 on, the output varies
+# and changes with any block of the cache (tests/unit/test_demo_model.py).
 _WEIGHT_STD = 0.2
 
 
-def tiny_llama(device: str = "cpu") -> Any:
-    """Returns a Llama with four layers and four KV heads of 64 dimensions, in float32. Limits torch to one thread.
+class Transformer:
+    """Rotary attention and a gated MLP in each layer, with seeded random weights in float32."""
 
-    Raises ConfigError for a GPU that torch does not see.
-    """
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"torch sees no GPU for {device}; run on a machine with a GPU, and install a CUDA build of torch"
-        )
-    torch.set_num_threads(1)  # makes sums bit-equal in every process
-    torch.manual_seed(_SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=_WEIGHT_STD,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    network: Any = LlamaForCausalLM(config)
-    network.train(False)
-    return network.to(device)
+    def __init__(self) -> None:
+        draw = np.random.default_rng(_SEED)
+
+        def weights(*shape: int) -> Array:
+            return (_WEIGHT_STD * draw.standard_normal(shape)).astype(np.float32)
+
+        self._embedding = weights(VOCABULARY, _WIDTH)
+        self._layers = [
+            (
+                weights(_WIDTH, 3 * _WIDTH),
+                weights(_WIDTH, _WIDTH),
+                weights(_WIDTH, 4 * _WIDTH),
+                weights(2 * _WIDTH, _WIDTH),
+            )
+            for _ in range(NUM_LAYERS)
+        ]
+        self._head = weights(_WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Sequence[int], cache: Cache) -> int:
+        """Appends the keys and values of `tokens` to `cache`, and returns the most likely next token.
+
+        An empty `cache` is that of a new request.
+        """
+        if not cache:
+            cache += [(np.zeros((0, NUM_HEADS, HEAD_DIM), np.float32),) * 2 for _ in range(NUM_LAYERS)]
+        past = len(cache[0][0])
+        positions = np.arange(past, past + len(tokens))
+        hidden = self._embedding[list(tokens)]
+        for index, (qkv, out, up, down) in enumerate(self._layers):
+            query, key, value = np.split(
+                (_normed(hidden) @ qkv).reshape(len(tokens), -1, HEAD_DIM), 3, axis=1
+            )
+            keys = np.concatenate([cache[index][0], _rotated(key, positions)])
+            values = np.concatenate([cache[index][1], value])
+            cache[index] = keys, values
+            hidden = hidden + _attention(_rotated(query, positions), keys, values, positions) @ out
+            gate, lifted = np.split(_normed(hidden) @ up, 2, axis=1)
+            hidden = hidden + (np.maximum(gate, 0) * lifted) @ down
+        return int((_normed(hidden[-1:]) @ self._head).argmax())
+
+
+def _normed(hidden: Array) -> Array:
+    scale: Array = 1 / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + np.float32(1e-6))
+    return hidden * scale
+
+
+def _rotated(rows: Array, positions: NDArray[np.int64]) -> Array:
+    """Applies the rotary position embedding."""
+    half = HEAD_DIM // 2
+    angles = positions[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+    sin, cos = np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
+    low, high = rows[..., :half], rows[..., half:]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _attention(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
+    """Each token reads those up to its own position."""
+    scores = query.transpose(1, 0, 2) @ keys.transpose(1, 2, 0) / np.float32(HEAD_DIM**0.5)
+    scores[:, np.arange(len(keys))[None, :] > positions[:, None]] = -np.inf
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    mixed: Array = (scores @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
+    return mixed.reshape(len(query), -1)

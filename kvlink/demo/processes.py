@@ -87,9 +87,9 @@ class Child:
 
 
 class Family:
-    """Children that are forks of one process, the zygote, which starts immediately and imports for all of them."""
+    """Children that are forks of one process, the zygote, which starts at once and imports `roles` for all of them."""
 
-    def __init__(self, names: Sequence[str], patience: float = 1.0) -> None:
+    def __init__(self, names: Sequence[str], patience: float = 1.0, roles: Sequence[str] = ()) -> None:
         self._names = names
         self._patience = patience
         self._pipe, zygotes = multiprocessing.Pipe()
@@ -101,7 +101,7 @@ class Family:
             ]
             fds = [pipe.fileno() for pipe in passed]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvlink.demo.zygote", *map(str, fds)],
+                [sys.executable, "-m", "kvlink.demo.zygote", ",".join(roles), *map(str, fds)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=2,

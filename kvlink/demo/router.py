@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
 from kvlink.demo.messages import Reply
+from kvlink.demo.options import Options
 from kvlink.demo.processes import Child, ChildError
 from kvlink.demo.table import Row, failed
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected
@@ -24,20 +24,14 @@ _GIB = 1 << 30
 class Route:
     """One transport between the two roles.
 
-    `step` is called STEPS times, for progress. `patience` multiplies every deadline. `device` is the device of the
-    models. `stages` are those of prefill's and of decode's pipeline, with a worker for each; None batches instead.
+    `step` is called STEPS times, for progress.
     """
 
     transport: str
     prefill: Child
     decode: Child
     step: Callable[[], None]
-    patience: float = 1.0
-    device: str = "cpu"
-    stages: tuple[int, int] | None = None
-
-    def _role(self, name: str) -> str:
-        return name if self.stages is None else f"{name} stages"
+    options: Options = Options()  # noqa: RUF009 - frozen
 
     def try_out(self, coordinator: str, expected: Callable[[], Expected]) -> Row:
         """Runs the whole demonstration over this transport. A failure becomes the row's error.
@@ -46,18 +40,9 @@ class Route:
         """
         try:
             with ExitStack() as stack:
-                stages: dict[str, Any] = {} if self.stages is None else {"stages": self.stages}
                 for name, child in (("prefill", self.prefill), ("decode", self.decode)):
-                    role = self._role(name)
-                    child.call(
-                        role,
-                        "open",
-                        transport=self.transport,
-                        coordinator=coordinator,
-                        patience=self.patience,
-                        device=self.device,
-                        **stages,
-                    )
+                    role, given = self.options.role(name), self.options.arguments(name)
+                    child.call(role, "open", transport=self.transport, coordinator=coordinator, **given)
                     stack.callback(_close, child, role)
                 return self._row(expected)
         except ChildError as error:
@@ -105,19 +90,21 @@ class Route:
     def _handoff(self, request: str, name: str, num_tokens: int) -> Reply:
         """Serves one request from prompt to tokens. Returns decode's reply with the digest of what prefill offered."""
         offer = self.prefill.call(
-            self._role("prefill"),
+            self.options.role("prefill"),
             "prefill",
             request_id=f"{request} over {self.transport}",
             prompt=PROMPTS[name],
         )
         reply = self.decode.call(
-            self._role("decode"), "decode", handoff=offer["handoff"], num_tokens=num_tokens
+            self.options.role("decode"), "decode", handoff=offer["handoff"], num_tokens=num_tokens
         )
         self.step()
         return {**reply, "offered": offer["digest"]}
 
     def _check_ends(self, problems: list[str]) -> None:
-        ended = self.prefill.call(self._role("prefill"), "ended", timeout_s=_ENDED_S * self.patience)
+        ended = self.prefill.call(
+            self.options.role("prefill"), "ended", timeout_s=_ENDED_S * self.options.patience
+        )
         if any(ended.values()):
             problems.append(
                 f"prefill ended with {ended['unsettled']} unsettled offers and the blocks of {ended['held']} requests"

@@ -10,37 +10,34 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvlink.demo.cluster import Cluster
+from kvlink.demo.options import Options
 from kvlink.demo.router import STEPS, Route
-from kvlink.demo.table import Row, failed, print_json, print_table, print_verdict
+from kvlink.demo.table import Row, print_json, print_table, print_verdict
 from kvlink.demo.transports import absent_here, choose
 
 
 def show(
     names: Sequence[str] | None,
     json: bool,
-    patience: float,
-    device: str,
-    stages: tuple[int, int] | None = None,
+    options: Options,
 ) -> int:
     """Implements kvlink.demo.run."""
-    chosen = choose(names, device)
+    chosen = choose(names, options.device)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=json) as progress:
-        rows = _try_all(chosen, progress, json, patience, device, stages)
+        rows = _try_all(chosen, progress, json, options)
     if not json:
         print_table(rows, Console())
-        absent = {} if names is not None else absent_here(device)
+        absent = {} if names is not None else absent_here(options.device)
         print_verdict(rows, absent, Console())
     return 0 if all(row.good for row in rows) else 1
 
 
 def _try_all(
-    chosen: dict[str, str],
+    chosen: Sequence[str],
     progress: Progress,
     json: bool,
-    patience: float,
-    device: str,
-    stages: tuple[int, int] | None,
+    options: Options,
 ) -> list[Row]:
     rows = []
     quiet = not json and not progress.console.is_terminal
@@ -49,18 +46,16 @@ def _try_all(
             "starting coordinator, prefill, decode and the single-process run …", file=sys.stderr, flush=True
         )
     task = progress.add_task("starting coordinator, prefill, decode and the single-process run", total=None)
-    with Cluster(patience, device) as cluster:
+    with Cluster(options) as cluster:
         coordinator = cluster.wait_ready()
         progress.update(task, total=len(chosen) * STEPS)
-        for done, (transport, why_not) in enumerate(chosen.items()):
+        for done, transport in enumerate(chosen):
             if quiet:
                 print(f"{transport} …", file=sys.stderr, flush=True)
             progress.update(task, description=transport, completed=done * STEPS)
             hosts = cluster.hosts(transport)
-            route = Route(transport, *hosts, lambda: progress.advance(task), patience, device, stages)
-            rows.append(
-                failed(transport, why_not) if why_not else route.try_out(coordinator, cluster.expected)
-            )
+            route = Route(transport, *hosts, lambda: progress.advance(task), options)
+            rows.append(route.try_out(coordinator, cluster.expected))
             if json:
                 print_json(rows[-1])
     return rows

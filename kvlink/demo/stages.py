@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the roles of `kvlink demo --pp`: servers whose layers are split over stages, with a worker for each stage.
+"""Implements the roles of `kvlink demo`: servers of a transformer in numpy, whose layers may be split over stages.
 
-One process computes all stages of a server, and every stage has a pool with its own layers. Prefill offers a request at
-each of its workers, and each worker of decode pulls the layers of its stage from the stages that have them.
+One process computes all stages of a server, and every stage has a worker and a pool with its own layers. Prefill offers
+a request at each of its workers, and each worker of decode pulls its layers from the stages that have them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import DynamicCache, __version__
+import numpy as np
 
 from kvlink.config import WorkerConfig
 from kvlink.demo.messages import Reply, until_none
-from kvlink.demo.model import tiny_llama
-from kvlink.demo.text import tokenize
-from kvlink.errors import ConfigError
+from kvlink.demo.model import HEAD_DIM, NUM_HEADS, NUM_LAYERS, Array, Cache, Transformer
+from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
 from kvlink.layout import Geometry, Pipeline, Share, dense, num_seats
 from kvlink.transfer.pool import BlockPool
 from kvlink.worker import Worker
 
-_BLOCK_TOKENS, _NUM_BLOCKS = 16, 256
+BLOCK_TOKENS = 16
+_NUM_BLOCKS = 256
 _LEASE_S, _PULL_S = 60.0, 20.0
 _POISON = (
     1e4  # a block that was not pulled makes all later tokens wrong; finite, as masked values must stay 0
@@ -43,15 +42,11 @@ class _Server:
         self,
         transport: str,
         coordinator: str,
-        stages: Sequence[int],
         patience: float = 1.0,
-        device: str = "cpu",
+        stages: Sequence[int] = (1, 1),
     ) -> None:
         """`stages` are the numbers of stages of prefill and of decode."""
-        if device != "cpu":
-            raise ConfigError(f"the demo runs stages on the CPU only, not on {device}; omit --pp or --device")
-        self.network = tiny_llama()
-        self.shape = self.network.config
+        self.model = Transformer()
         self.stages, self.patience = tuple(stages), patience
         config = replace(WorkerConfig.from_env(), lease_s=_LEASE_S * patience, timeout_s=_PULL_S * patience)
         size = self.stages[self.name == "decode"]
@@ -60,7 +55,7 @@ class _Server:
                 opened.enter_context(
                     Worker(
                         BlockPool.allocate(dense(self._geometry(stage, size))),
-                        f"{self.name}-{transport}-stage-{stage}",
+                        f"{self.name}-{transport}" + (f"-stage-{stage}" if size > 1 else ""),
                         coordinator=coordinator,
                         transports=transport,
                         config=config,
@@ -70,39 +65,35 @@ class _Server:
             ]
             self._opened = opened.pop_all()
 
-    def _geometry(self, stage: int, size: int) -> Geometry:
-        layers = int(self.shape.num_hidden_layers)
+    @staticmethod
+    def _geometry(stage: int, size: int) -> Geometry:
         return Geometry(
-            num_layers=layers,
-            total_heads=int(self.shape.num_key_value_heads),
-            row_bytes=4 * int(self.shape.head_dim),
+            num_layers=NUM_LAYERS,
+            total_heads=NUM_HEADS,
+            row_bytes=4 * HEAD_DIM,
             num_blocks=_NUM_BLOCKS,
-            block_tokens=_BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
             dtype="float32",
-            pipeline=Pipeline.even(stage, size, layers),
+            pipeline=Pipeline.even(stage, size, NUM_LAYERS),
         )
 
-    def layers(self) -> list[torch.Tensor]:
+    def layers(self) -> list[Array]:
         """Returns the blocks of each layer of the model, [2, blocks, tokens, heads, head_dim], without a copy."""
-        found: list[torch.Tensor] = []
-        for worker in self.workers:
-            first, end = worker.pool.layout.layers
-            shape = (
-                end - first,
-                2,
-                _NUM_BLOCKS,
-                _BLOCK_TOKENS,
-                self.shape.num_key_value_heads,
-                self.shape.head_dim,
-            )
-            found.extend(worker.pool.torch().view(torch.float32).view(shape))
-        return found
+        shape = (-1, 2, _NUM_BLOCKS, BLOCK_TOKENS, NUM_HEADS, HEAD_DIM)
+        return [
+            layer for worker in self.workers for layer in worker.pool.numpy().view(np.float32).reshape(shape)
+        ]
+
+    def rows(self, blocks: Sequence[int], num_tokens: int) -> list[Array]:
+        """Returns a copy of a request's rows in each layer, [2, tokens, heads, head_dim]."""
+        shape = (2, -1, NUM_HEADS, HEAD_DIM)
+        return [layer[:, list(blocks)].reshape(shape)[:, :num_tokens] for layer in self.layers()]
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> str:
         """Returns a digest that is equal on both sides exactly if every token's bytes are, whatever the block ids."""
         found = hashlib.blake2b(digest_size=16)
-        for layer in self.layers():
-            found.update(layer[:, list(blocks)].flatten(1, 2)[:, :num_tokens].contiguous().numpy().data)
+        for rows in self.rows(blocks, num_tokens):
+            found.update(np.ascontiguousarray(rows).data)
         return found.hexdigest()
 
     def close(self) -> None:
@@ -110,7 +101,7 @@ class _Server:
         self._opened.close()
 
 
-class PrefillStages(_Server):
+class Prefill(_Server):
     """The prefill server of one transport."""
 
     name = "prefill"
@@ -121,6 +112,7 @@ class PrefillStages(_Server):
         self._held: dict[str, list[int]] = {}
         self._ended: Counter[str] = Counter()
         self._num_offered = 0
+        self._prompts: dict[tuple[int, ...], tuple[Cache, int]] = {}
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         """Implements Role."""
@@ -129,18 +121,15 @@ class PrefillStages(_Server):
     def prefill(self, request_id: str, prompt: str) -> Reply:
         """Returns what the router carries to decode, and a digest of the prompt's blocks."""
         tokens = tokenize(prompt)
-        with torch.inference_mode():
-            answer = self.network(torch.tensor([tokens]), use_cache=True)
-        blocks = self._allocate(-(-len(tokens) // _BLOCK_TOKENS))
-        for computed, layer in zip(answer.past_key_values.layers, self.layers(), strict=True):
-            for which, rows in enumerate((computed.keys, computed.values)):
-                by_token = rows[0].transpose(0, 1)
-                for index, block in enumerate(blocks):
-                    part = by_token[index * _BLOCK_TOKENS : (index + 1) * _BLOCK_TOKENS]
-                    layer[which, block, : len(part)] = part
+        cache, next_token = self._computed(tokens)
+        blocks = self._allocate(-(-len(tokens) // BLOCK_TOKENS))
+        for (keys, values), layer in zip(cache, self.layers(), strict=True):
+            for index, block in enumerate(blocks):
+                of = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+                layer[0, block, : len(keys[of])] = keys[of]
+                layer[1, block, : len(keys[of])] = values[of]
         self._held[request_id] = blocks
-        heads = int(self.shape.num_key_value_heads)
-        reader = Share(heads, pipeline=Pipeline.even(0, self.stages[1], len(self.layers())))
+        reader = Share(NUM_HEADS, pipeline=Pipeline.even(0, self.stages[1], NUM_LAYERS))
         tickets = [
             worker.offer(
                 request_id, blocks, num_tokens=len(tokens), readers=num_seats(worker.pool.layout, reader)
@@ -148,8 +137,16 @@ class PrefillStages(_Server):
             for worker in self.workers
         ]
         self._num_offered += 1
-        handoff = {"tickets": tickets, "prompt": tokens, "token": int(answer.logits[0, -1].argmax())}
+        handoff = {"tickets": tickets, "prompt": tokens, "token": next_token}
         return {"handoff": json.dumps(handoff), "digest": self.digest(blocks, len(tokens))}
+
+    def _computed(self, prompt: list[int]) -> tuple[Cache, int]:
+        """Computes a prompt once: the timed pulls offer the same one again and again."""
+        key = tuple(prompt)
+        if key not in self._prompts:
+            cache: Cache = []
+            self._prompts[key] = cache, self.model.forward(prompt, cache)
+        return self._prompts[key]
 
     def _allocate(self, count: int) -> list[int]:
         """Takes blocks out of order, so that neither end is contiguous. Waits for readers if there are too few."""
@@ -179,7 +176,7 @@ class PrefillStages(_Server):
         return {"unsettled": self._num_offered * len(self.workers) - settled, "held": len(self._held)}
 
 
-class DecodeStages(_Server):
+class Decode(_Server):
     """The decode server of one transport."""
 
     name = "decode"
@@ -192,16 +189,16 @@ class DecodeStages(_Server):
         """Pulls at every stage and generates. "us" is the time of the slowest pull, until its blocks are settled."""
         received = json.loads(handoff)
         prompt = received["prompt"]
-        blocks = list(range(-(-len(prompt) // _BLOCK_TOKENS)))
+        blocks = list(range(-(-len(prompt) // BLOCK_TOKENS)))
         for layer in self.layers():
-            layer.fill_(_POISON)
+            layer[...] = _POISON
         pulls = [worker.pull(received["tickets"], blocks) for worker in self.workers]
         for pull in pulls:
             pull.wait()
         tokens = self._generate(blocks, prompt, received["token"], num_tokens)
         paths = [path for pull in pulls for path in pull.explain()]
         return {
-            "engine": f"transformers {__version__} in {self.stages[0]} and {self.stages[1]} stage(s)",
+            "engine": "a small transformer in numpy" + self._split(),
             "tokens": tokens,
             "digest": self.digest(blocks, len(prompt)),
             "us": max(pull.stats.total_us for pull in pulls),
@@ -210,14 +207,37 @@ class DecodeStages(_Server):
             "explanation": "; ".join(map(str, paths)),
         }
 
+    def _split(self) -> str:
+        return "" if self.stages == (1, 1) else f", in {self.stages[0]} and {self.stages[1]} stage(s)"
+
     def _generate(self, blocks: list[int], prompt: list[int], token: int, num_tokens: int) -> list[int]:
-        cache = DynamicCache(config=self.shape)
-        for index, layer in enumerate(self.layers()):
-            keys, values = layer[:, blocks].flatten(1, 2)[:, : len(prompt)].transpose(1, 2).unsqueeze(1)
-            cache.update(keys.contiguous(), values.contiguous(), index)
+        cache: Cache = [(keys, values) for keys, values in self.rows(blocks, len(prompt))]
         tokens = [token]
-        with torch.inference_mode():
-            while len(tokens) < num_tokens:
-                answer = self.network(torch.tensor([[tokens[-1]]]), past_key_values=cache, use_cache=True)
-                tokens.append(int(answer.logits[0, -1].argmax()))
+        while len(tokens) < num_tokens:
+            tokens.append(self.model.forward(tokens[-1:], cache))
         return tokens
+
+
+class Reference:
+    """The reference: no worker, no handoff, and a cache that never leaves its process."""
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self.model = Transformer()
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        """Implements Role."""
+        return {"tokens": self.tokens}
+
+    def tokens(self) -> Expected:
+        """Returns the tokens of all prompts, which takes seconds."""
+        return {name: self._continued(tokenize(text)) for name, text in PROMPTS.items()}
+
+    def _continued(self, prompt: list[int]) -> list[int]:
+        cache: Cache = []
+        tokens = [self.model.forward(prompt, cache)]
+        while len(tokens) < NUM_NEW_TOKENS:
+            tokens.append(self.model.forward(tokens[-1:], cache))
+        return tokens
+
+    def close(self) -> None:
+        """Implements Role."""

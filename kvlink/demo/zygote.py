@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks the demo's children from one process, so that one import of torch and transformers serves all.
+"""Forks the demo's children from one process, so that one import of numpy, or of torch and transformers, serves all.
 
-`python -m kvlink.demo.zygote FD FD…`: the first descriptor leads to the router, each other one becomes a child's.
+`python -m kvlink.demo.zygote ROLE,ROLE… FD FD…`: the first descriptor leads to the router, each other
+one becomes a child's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from kvlink.demo.child import ROLES, role_type, serve
+from kvlink.demo.child import role_type, serve
 from kvlink.demo.messages import receive, send
 
 _PR_SET_PDEATHSIG = 1
@@ -26,8 +27,8 @@ def main() -> None:
     """Runs the zygote. The kernel kills this process with the router, and every child with this process."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the router, which ends its children
-    pipes = [Connection(int(fd)) for fd in sys.argv[1:]]
-    for role in ROLES:
+    pipes = [Connection(int(fd)) for fd in sys.argv[2:]]
+    for role in filter(None, sys.argv[1].split(",")):
         role_type(role)
     gc.freeze()  # a collection in a child would write to every page, and so copy it
     router, *others = pipes

@@ -29,7 +29,7 @@ EXTRAS = (
         "pip install 'kvlink[cuda]' (kvlink[cuda12] for a driver of CUDA 12)",
     ),
     Extra("rdma", ("pyverbs",), "limits of RDMA devices in `kvlink topology` and `kvlink doctor`", PYVERBS),
-    Extra("demo", ("torch", "transformers"), "`kvlink demo`"),
+    Extra("demo", ("torch", "transformers"), "`kvlink demo --engine transformers`"),
     Extra("router", ("aiohttp",), "`kvlink router`"),
     Extra("metrics", ("aiohttp", "prometheus_client"), "/metrics and the status page"),
     Extra("certs", ("cryptography",), "`kvlink certs`"),

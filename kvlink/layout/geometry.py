@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 
 from kvlink.errors import ConfigError
 from kvlink.layout.kv_layout import KVLayout, Plane
 from kvlink.layout.sharding import heads_of
 from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
+from kvlink.names import check_kind
 
 
 class Axis(Enum):
@@ -70,7 +72,11 @@ class Regions(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache that one rank of a model holds, without its place in memory."""
+    """The KV cache that one rank of a model holds, without its place in memory.
+
+    Geometry(32, 8, 256, 4096) is a model with 32 layers and 8 KV heads of dimension 128 in bfloat16: 256 bytes a row.
+    A block of 16 tokens then has 2 MiB: 32 layers × 2 planes × 16 tokens × 8 heads × 256 bytes.
+    """
 
     num_layers: int
     """Layers of the whole model."""
@@ -79,7 +85,9 @@ class Geometry:
     row_bytes: int
     """Bytes of the K (or V) of one head of one token: head dimension × size of the dtype."""
     num_blocks: int
+    """Blocks that this rank's cache has. Ids of blocks begin with 0."""
     block_tokens: int = 16
+    """Tokens of one block."""
     planes_per_layer: int = 2
     """2 for K and V, 1 for MLA, which has one latent per layer."""
     dtype: str = "bfloat16"
@@ -91,6 +99,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         """Checks the fields that KVLayout cannot check."""
+        for name in ("num_layers", "total_heads", "row_bytes", "num_blocks", "block_tokens"):
+            check_kind(getattr(self, name), Integral, name, "a whole number")
         if self.num_layers < 1 or self.planes_per_layer not in (1, 2):
             raise ConfigError(f"num_layers must be positive and planes_per_layer 1 or 2: {self}")
         if self.pipeline.bounds and self.pipeline.bounds[-1] != self.num_layers:
@@ -125,6 +135,7 @@ def dense(geometry: Geometry, order: Order = Order.NHD, regions: Regions = Regio
 
     Raises ConfigError if `order` interleaves axes that `regions` puts into different allocations.
     """
+    check_kind(geometry, Geometry, "the first argument", "a Geometry")
     apart = regions.axes
     if set(order.axes[: len(apart)]) != set(apart):
         raise ConfigError(

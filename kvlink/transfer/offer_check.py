@@ -51,7 +51,7 @@ def checked_offer(
         check_distinct(ids, group.num_blocks, what)
         if not group.is_state and not _fit(len(ids), group, held):
             raise ConfigError(
-                f"offer {what}: {held} tokens do not fill {len(ids)} blocks of {group.block_tokens}"
+                f"offer {what}: {held} tokens do not fit {len(ids)} blocks of {group.block_tokens} tokens"
             )
     tokens = max(each)
     if not 0 < tokens < 2**32:

@@ -19,6 +19,8 @@ def select(spec: str, available: Sequence[str]) -> list[str]:
     """
     forbids = spec.strip().startswith("^")
     written = [name.strip() for name in spec.strip().removeprefix("^").split(",") if name.strip()]
+    if spec.strip() and not written:
+        raise ConfigError(f"{spec!r} names no transport; write some of {', '.join(available)}, or all")
     if written == ["all"] and not forbids:
         return list(available)
     names = [_plain_name(name) for name in written]

@@ -21,7 +21,7 @@ from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
 from kvlink.monitoring.worker_report import Reporter
 from kvlink.monitoring.worker_stats import WorkerStats
-from kvlink.names import check_name
+from kvlink.names import check_kind, check_name
 from kvlink.ticket import Ticket
 from kvlink.timeouts import checked
 from kvlink.transfer import spans
@@ -70,7 +70,9 @@ class Worker(Relays):
         config: WorkerConfig | None = None,
     ) -> None:
         check_name(worker_id, "worker id")
+        check_kind(pool, BlockPool, "pool", "a BlockPool")
         config = WorkerConfig.from_env() if config is None else config
+        check_kind(config, WorkerConfig, "config", "a WorkerConfig")
         self.config = replace(
             config,
             coordinator=config.coordinator if coordinator is None else coordinator,

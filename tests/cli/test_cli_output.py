@@ -214,12 +214,34 @@ def test_help_is_a_command_too() -> None:
         ("kvlink do", {"doctor"}),
         ("kvlink bench p", {"pull", "plan", "peers", "prefixes"}),
         ("kvlink router --pre", {"--prefill"}),
+        ("kvlink demo --transport s", {"shm"}),
+        ("kvlink bench pull --transport shm,c", {"shm,cma", "shm,cuda"}),
+        ("kvlink predict --model qwen2", {"qwen2.5-7b"}),
     ],
 )
 def test_shells_complete_commands_and_those_of_other_packages(words: str, offered: set[str]) -> None:
     at = str(len(words.split()) - 1)
     done = kvlink(_KVLINK_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=at)
     assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_completion_knows_the_transports() -> None:
+    from kvlink.cli.completion import TRANSPORTS
+    from kvlink.transfer.engine import transports_here
+
+    assert tuple(transports_here()) == TRANSPORTS
+
+
+def test_a_table_of_constants_shows_no_progress() -> None:
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "kvlink", "config"]
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=terminal, env=os.environ | {"TERM": "xterm"}
+    )
+    os.write(terminal, b"end")
+    assert (done.returncode, os.read(screen, 100)) == (0, b"end")
+    os.close(screen)
+    os.close(terminal)
 
 
 def test_certs_as_json(tmp_path: Path) -> None:

@@ -247,9 +247,12 @@ def test_a_server_that_is_not_there_and_those_that_do_not_end_their_answers(star
         (("--chat", "mixed"), "--chat must hold a JSON list of messages"),
         (("--chat", "none"), "--chat must name a file with a JSON list that is not empty"),
         (("--prompt-file", "binary"), "the prefix is not text in UTF-8"),
-        (("http://me:secret@127.0.0.1:9", "--prompt", "a"), "a server is not given by a base URL"),
-        (("http://127.0.0.1:many", "--prompt", "a"), "a server is not given by a base URL"),
-        (("http://127.0.0.1:9/?a=b", "--prompt", "a"), "a server is not given by a base URL"),
+        (("http://me:secret@127.0.0.1:9", "--prompt", "a"), "SERVERS: a value is not a base URL of a server"),
+        (("http://127.0.0.1:many", "--prompt", "a"), "SERVERS: 'http://127.0.0.1:many' is not a base URL"),
+        (
+            ("http://127.0.0.1:9/?a=b", "--prompt", "a"),
+            "SERVERS: 'http://127.0.0.1:9/?a=b' is not a base URL",
+        ),
     ],
 )
 def test_wrong_usage(

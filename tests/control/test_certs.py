@@ -102,7 +102,7 @@ def test_renewal_keeps_hosts_and_tenants_and_adds_hosts(tmp_path: Path) -> None:
     [
         (["--tenant", "Acme Inc"], "'Acme Inc' is not a valid tenant"),
         (["--tenant", "coordinator"], "cannot be called coordinator"),
-        (["--host", "grüße"], "'grüße' is not a host name, address or URI"),
+        (["--host", "grüße"], "--host 'grüße' is neither a host name nor an IP address"),
     ],
 )
 def test_bad_names_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -16,30 +16,27 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", minversion="5.19", reason="pip install 'kvlink[demo]'")
-
-import torch
-import transformers
-
 from kvlink import demo as demo_package
 from kvlink.demo import run
 from kvlink.demo.child import Host
 from kvlink.demo.cluster import Cluster
 from kvlink.demo.messages import Reply
+from kvlink.demo.options import Options
 from kvlink.demo.processes import Child, ChildError, Family
 from kvlink.demo.router import Route
+from kvlink.demo.stages import Decode
 from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
 from kvlink.errors import ConfigError
-from kvlink.integrations.transformers.incoming import Incoming
 from kvlink.transfer.engine import host_transports
 
 AVAILABLE = [name for name, why_not in host_transports().items() if not why_not]
 
 
-def demo(*transports: str, json_lines: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+def demo(
+    *transports: str, json_lines: bool = True, engine: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
     """`kvlink.demo.run` in a process of its own, with extra environment variables."""
-    call = f"import sys, kvlink.demo as d; sys.exit(d.run({list(transports) or None}, {json_lines}))"
+    call = f"import sys, kvlink.demo as d; sys.exit(d.run({list(transports) or None}, {json_lines}, engine={engine!r}))"
     return subprocess.run(
         [sys.executable, "-c", call], env=os.environ | env, capture_output=True, text=True, timeout=110
     )
@@ -71,7 +68,7 @@ def test_a_row_says_what_was_moved_and_how(
 ) -> None:
     row = rows_of(everything.stdout)[transport]
     longest = max(len(text.encode()) for text in PROMPTS.values())
-    assert row["engine"] == f"continuous batching of transformers {transformers.__version__}"
+    assert row["engine"] == "a small transformer in numpy"
     assert row["path"] == transport
     assert transport in row["explanation"]
     assert row["processes"] == (1 if transport == "loopback" else 2)
@@ -80,6 +77,23 @@ def test_a_row_says_what_was_moved_and_how(
     assert row["bytes"] >= longest * 2 * 4 * 4 * 64 * 4  # K and V, layers, heads, head_dim, float32
     assert row["p50_us"] > 0
     assert row["gib_per_s"] > 0
+
+
+def test_it_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    done = demo("loopback", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_continuous_batching_of_transformers_gives_the_tokens_of_one_process() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.19", reason="pip install 'kvlink[demo]'")
+    done = demo("shm", engine="transformers")
+    assert done.returncode == 0, done.stderr
+    assert (
+        rows_of(done.stdout)["shm"]["engine"]
+        == f"continuous batching of transformers {transformers.__version__}"
+    )
 
 
 def test_corrupted_transfers_are_a_bad_row_and_a_bad_exit_code() -> None:
@@ -96,15 +110,38 @@ def test_corrupted_transfers_are_a_bad_row_and_a_bad_exit_code() -> None:
     assert "shm …" in result.stderr, "without a terminal it says what it does"
 
 
-def test_unknown_transports_are_bad_usage() -> None:
-    with pytest.raises(ConfigError, match="'carrier-pigeon'"):
-        run(["carrier-pigeon"])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"transports": ["carrier-pigeon"]}, "'carrier-pigeon'"),
+        ({"transports": ["shm", "verbs"]}, r"--transport verbs cannot work here: \S"),
+        ({"transports": ["shm"], "device": "cuda"}, "--transport shm|needs|'shm'"),
+        ({"engine": "vllm"}, "--engine 'vllm': write one of numpy, transformers"),
+        ({"engine": "numpy", "device": "cuda"}, "on the CPU only"),
+        ({"engine": "transformers", "pp": "2:1"}, "only the engine numpy splits layers"),
+    ],
+    ids=lambda given: " ".join(map(str, given.values())) if isinstance(given, dict) else "",
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+) -> None:
+    why_not = host_transports() | {"verbs": "this machine has no RDMA device"}
+    monkeypatch.setattr("kvlink.demo.transports.host_transports", lambda: why_not)
+    monkeypatch.setattr("kvlink.demo.show.Cluster", None)
+    with pytest.raises(ConfigError, match=says):
+        run(**given)
 
 
-def test_a_missing_library_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"needs transformers: run pip install 'kvlink\[demo\]'"):
-        run(["loopback"])
+@pytest.mark.parametrize(
+    ("found", "missing"), [("5.18.3", r"transformers 5\.19"), (None, "transformers")], ids=["old", "absent"]
+)
+def test_a_library_that_is_needed_is_named_with_its_cure(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, missing: str
+) -> None:
+    monkeypatch.setattr(demo_package, "version", lambda name: found)
+    monkeypatch.setattr(demo_package, "find_spec", lambda name: name == "torch" or found)
+    with pytest.raises(ConfigError, match=rf"needs {missing}: run pip install 'kvlink\[demo\]'"):
+        run(["loopback"], engine="transformers")
 
 
 class HereChild(Child):
@@ -132,15 +169,14 @@ def test_one_changed_block_changes_the_tokens(
     here: HereChild, monkeypatch: pytest.MonkeyPatch, corrupt: bool
 ) -> None:
     """Between pull and decode, what one block holds is negated."""
-    adopt = Incoming._adopt
+    generate = Decode._generate
 
-    def adopt_and_corrupt(incoming: Incoming, arrival: Any) -> None:
+    def corrupt_and_generate(decode: Decode, blocks: list[int], *given: Any) -> list[int]:
         if corrupt:
-            blocks = incoming._cache.cache_tensor.view(incoming._worker.pool.layout.num_blocks, -1)
-            blocks[arrival.table[0]].view(torch.float32).neg_()
-        adopt(incoming, arrival)
+            decode.layers()[1][:, blocks[0]] *= -1
+        return generate(decode, blocks, *given)
 
-    monkeypatch.setattr(Incoming, "_adopt", adopt_and_corrupt)
+    monkeypatch.setattr(Decode, "_generate", corrupt_and_generate)
     for role in ("coordinator", "reference"):
         here.call(role, "open")
     expected = here.call("reference", "tokens")
@@ -153,8 +189,7 @@ def test_one_changed_block_changes_the_tokens(
     assert ("the bytes differ from those offered in 20 of 20 timed pulls" in row.error) is corrupt
 
 
-def test_a_prompt_that_was_computed_after_all_is_no_pull(here: HereChild) -> None:
-    """Its tokens would be right."""
+def test_a_handoff_that_is_used_twice_is_no_pull(here: HereChild) -> None:
     here.call("coordinator", "open")
     coordinator = here.call("coordinator", "address")["address"]
     for role in ("prefill", "decode"):
@@ -163,12 +198,6 @@ def test_a_prompt_that_was_computed_after_all_is_no_pull(here: HereChild) -> Non
     here.call("decode", "decode", handoff=handoff, num_tokens=2)
     with pytest.raises(ChildError, match="StaleBlocks: request once"):
         here.call("decode", "decode", handoff=handoff, num_tokens=2)
-
-
-def test_an_old_transformers_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_package, "version", lambda name: "5.18.3")
-    with pytest.raises(ConfigError, match=r"needs transformers 5\.19: run pip install 'kvlink\[demo\]'"):
-        run(["loopback"])
 
 
 def test_a_killed_role_fails_its_row_with_a_reason() -> None:
@@ -223,7 +252,7 @@ def test_an_import_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "transformers.py").write_text("raise SystemExit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (
-        Cluster() as cluster,
+        Cluster(Options(transformers=True)) as cluster,
         pytest.raises(ChildError, match=r"zygote process \d+ ended with status 7 in its start"),
     ):
         cluster.wait_ready()

@@ -8,12 +8,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", minversion="5.19", reason="pip install 'kvlink[demo]'")
-
 from kvlink.cli import app
 from kvlink.demo import run
-from kvlink.demo.stages import DecodeStages, PrefillStages
+from kvlink.demo.stages import Decode, Prefill
 from kvlink.demo.text import PROMPTS
 from kvlink.errors import ConfigError
 
@@ -30,7 +27,7 @@ def test_every_pipeline_gives_the_tokens_of_one_process(pp: str) -> None:
 
 
 def test_a_stage_that_is_not_pulled_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = PrefillStages("loopback", "", (2, 2)), DecodeStages("loopback", "", (2, 2))
+    prefill, decode = Prefill("loopback", "", stages=(2, 2)), Decode("loopback", "", stages=(2, 2))
     try:
         first = prefill.prefill("a", PROMPT)
         right = decode.decode(first["handoff"], 16)

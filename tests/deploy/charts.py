@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm, where there is one, and Kubernetes' schemas."""
+"""Helm's own library, and Kubernetes' schemas."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import kubernetes_validate
-import pytest
 import yaml
 from deploy.commands import CHART
 
@@ -27,24 +25,33 @@ class _Unique(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    if shutil.which("helm") is None:
-        pytest.skip("no helm on this machine: https://helm.sh/docs/intro/install")
-    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
+class NotRendered(Exception):
+    """The chart refuses its values, or is no chart."""
 
 
 def render(folder: Path, values: dict[str, Any], chart: Path = CHART) -> dict[str, dict[str, Any]]:
-    """Renders `chart` with `values`, checks the result, and returns it by kind."""
-    file = folder / "values.yaml"
-    file.write_text(yaml.safe_dump(values))
-    done = helm("template", "kv", str(chart), "--namespace", "prod", "--values", str(file))
-    assert done.returncode == 0, done.stderr
-    documents = [document for document in yaml.load_all(done.stdout, _Unique) if document]
+    """Renders `chart` as the release kv in the namespace prod, checks the result, and returns it by kind.
+
+    Raises NotRendered.
+    """
+    try:
+        with helm_python.Chart.load(str(chart)) as loaded:
+            texts = loaded.render(values, name="kv", namespace="prod", is_install=True)
+    except helm_python.HelmError as error:
+        raise NotRendered(str(error)) from None
+    found = "\n---\n".join(text for name, text in texts.items() if not name.endswith("NOTES.txt"))
+    documents = [document for document in yaml.load_all(found, _Unique) if document]
     for document in documents:
         check(document)
     by_kind = {document["kind"]: document for document in documents}
     assert len(by_kind) == len(documents)
     return by_kind
+
+
+def findings() -> list[Any]:
+    """Returns what `helm lint --strict` says against the chart."""
+    report = helm_python.lint(str(CHART), strict=True)
+    return [message for message in report["messages"] if "icon is recommended" not in str(message)]
 
 
 def check(document: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_the_guides_chart_makes_the_pod_by_hand(tmp_path: Path, serving: Path) -
     beside = charts.render(tmp_path, {}, serving)
     assert set(beside) == {"Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     (server,) = beside["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert server["env"][0]["value"] == COORDINATORS.replace(".kv.", ".prod.")
+    assert server["env"][0]["value"] == COORDINATORS.replace(".serving.", ".prod.")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,13 @@ def test_a_handoff_fits_into_the_time_to_stop() -> None:
     compose, unit = commands.compose()["services"]["coordinator-0"], commands.unit_settings()
     assert int(compose["stop_grace_period"].removesuffix("s")) >= 5
     assert float(unit["TimeoutStopSec"][0]) >= 5
+
+
+def test_hadolint_finds_nothing_wrong_in_the_containerfile() -> None:
+    """Versions come from constraints.txt, and Debian's are those of the base image's release."""
+    pinned = ["--ignore=DL3008", "--ignore=DL3013"]
+    done = subprocess.run(["hadolint", *pinned, str(commands.CONTAINERFILE)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_the_image_is_built_of_what_is_there() -> None:

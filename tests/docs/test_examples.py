@@ -38,3 +38,12 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert OUTPUT[name] in ran.stdout
     assert ran.stderr == ""
+
+
+def test_an_example_shows_what_its_row_promises() -> None:
+    page = (EXAMPLES.parent / "getting-started" / "own-server.md").read_text()
+    for row in (line for line in page.splitlines() if line.startswith("| [") and ".py]" in line):
+        name, promised = row.split("](")[0][3:], row.split("|")[2]
+        for code in promised.split("`")[1::2]:
+            if not code.startswith("kvlink "):  # a command to run beside it
+                assert code in (EXAMPLES / name).read_text(), (name, code)

@@ -87,8 +87,8 @@ class Commands:
         from window_models import make
 
         from kvlink import WorkerConfig
-        from kvlink.demo.model import tiny_llama
         from kvlink.integrations.transformers import KVLinkHandoff
+        from kvlink.integrations.transformers.tiny_llama import tiny_llama
 
         self.network = make(*window) if window else tiny_llama()
         self.manager = self.network.init_continuous_batching(

@@ -18,10 +18,10 @@ allocators = pytest.importorskip(
 if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
     pytest.skip("transformers is older than 5.19", allow_module_level=True)
 
-from kvlink.demo.model import tiny_llama  # noqa: E402
 from kvlink.errors import ConfigError  # noqa: E402
 from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
 from kvlink.integrations.transformers.support import check_manager  # noqa: E402
+from kvlink.integrations.transformers.tiny_llama import tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 

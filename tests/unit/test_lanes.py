@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import subprocess
+from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -40,6 +45,8 @@ def lanes() -> ModuleType:
         ("tests/netns/test_two_hosts.py", ["netns"]),
         ("tests/transfer/test_pool.py", []),
         ("README.md", ["newcomer"]),
+        ("Makefile", ["processes", "deploy", "pythons", "image", "newcomer", "release"]),
+        (".ci/lanes.json", []),
     ],
 )
 def test_a_path_touches_its_lanes(lanes: ModuleType, path: str, names: list[str]) -> None:
@@ -51,6 +58,101 @@ def test_every_file_has_a_row(lanes: ModuleType) -> None:
     if listed.returncode:
         pytest.skip("not a checkout: git ls-files says " + listed.stderr.strip())
     lanes.touched(listed.stdout.splitlines())
+
+
+def test_some_path_touches_each_lane(lanes: ModuleType) -> None:
+    """A lane that no change touches would stay green on paper."""
+    assert {lane for _, found in lanes.TOUCHED for lane in found} == set(lanes.LANES)
+
+
+def result(lane: str, ended: str, status: int = 0, commit: str = "HEAD") -> dict[str, Any]:
+    green = None if status else {"commit": commit, "ended": ended}
+    counts = {"passed": 3, "failed": status, "skipped": 0, "seed": 1, "seconds": 61}
+    return {"lane": lane, "status": status, "commit": commit, "ended": ended, "green": green, **counts}
+
+
+def test_the_newest_result_of_a_lane_is_kept_with_its_last_green_run(lanes: ModuleType) -> None:
+    red, green, older = result("docs", "3", 1), result("docs", "2"), result("docs", "1")
+    for order in permutations((red, green, older)):
+        (kept,) = lanes.newest(*([each] for each in order)).values()
+        assert kept == red | {"green": green["green"]}
+    both = lanes.newest([result("netns", "1"), result("gone", "1")], [red])
+    assert list(both) == ["netns", "docs"]
+    assert json.loads(lanes.text_of(both.values())) == list(both.values())
+
+
+@pytest.fixture
+def checkout(lanes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Makes the lanes those of a small repository, and returns a function that calls git there."""
+    if not shutil.which("git"):
+        pytest.skip("no git on this machine: apt-get install git")
+    monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    monkeypatch.setattr(lanes, "RESULTS", tmp_path / "build" / "lanes")
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b")
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "build" / "lanes").mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("build/\n")
+    lanes._git("init", "--quiet", "--initial-branch=main")
+
+    def git(*command: str, **files: str) -> str:
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            lanes._git("add", str(path))
+        return str(lanes._git(*command))
+
+    git("commit", "--quiet", "--message=first", docs__a="1", tests__netns__a="1")
+    return git
+
+
+def test_a_lane_is_stale_when_its_sources_change_after_its_last_green_run(
+    lanes: ModuleType, checkout: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = checkout("rev-parse", "--short", "HEAD")
+    for name in lanes.LANES:
+        each = result(name, "2026-01-02 00:00" if name == "docs" else "2026-01-01 00:00", commit=first)
+        (lanes.RESULTS / f"{name}.json").write_text(json.dumps(each))
+    assert lanes.stale() == []
+    checkout("commit", "--quiet", "--message=second", docs__a="2", tests__netns__a="2")
+    assert [name for name, _ in lanes.stale()] == ["netns", "docs"], "the oldest is first"
+    lanes.main(["show"])
+    assert (
+        f"docs         green at {first}, 2026-01-02 00:00; 1 of its files changed since: make docs"
+        in capsys.readouterr().out
+    )
+    red = result("docs", "2026-01-03 00:00", 1) | {"green": {"commit": first, "ended": "2026-01-02 00:00"}}
+    (lanes.RESULTS / "docs.json").write_text(json.dumps(red))
+    (lanes.RESULTS / "pages.json").unlink()
+    (lanes.RESULTS / "image.json").write_text(
+        json.dumps(result("image", "2026-01-01 00:00", commit="0123456"))
+    )
+    assert dict(lanes.stale())["pages"] == "was never green: make test-pages"
+    assert [name for name, _ in lanes.stale()] == ["pages", "image", "netns", "docs"], "never, gone, old, red"
+
+
+def test_the_record_is_a_commit_of_its_own_and_merges_by_the_newest(
+    lanes: ModuleType, checkout: Callable[..., str]
+) -> None:
+    def ran(ended: str) -> None:
+        (lanes.RESULTS / "docs.json").write_text(json.dumps(result("docs", ended)))
+        lanes.record()
+
+    ran("1")
+    checkout("checkout", "--quiet", "-b", "side", docs__b="not committed")
+    ran("3")
+    assert checkout("show", "--name-only", "--format=", "HEAD") == ".ci/lanes.json"
+    checkout("commit", "--quiet", "--message=b")
+    checkout("checkout", "--quiet", "main")
+    ran("2")
+    with pytest.raises(subprocess.CalledProcessError):
+        checkout("merge", "--quiet", "side")
+    lanes.resolve()
+    (merged,) = json.loads((lanes.ROOT / lanes.RECORD).read_text())
+    assert (merged["ended"], merged["green"]["ended"]) == ("3", "3")
+    checkout("commit", "--quiet", "--no-edit")
 
 
 def test_a_path_without_a_row_is_named(lanes: ModuleType) -> None:

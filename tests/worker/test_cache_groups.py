@@ -140,7 +140,7 @@ def test_a_group_may_keep_fewer_tokens_than_others(workers: ExitStack) -> None:
         for plane in range(len(layout.planes)):
             rows[plane * 192 + kept * 48 : (plane + 1) * 192] = 0
     assert np.array_equal(reader.pool.numpy(), wanted)
-    with pytest.raises(ConfigError, match="cache group 1: 11 tokens do not fill 2 blocks of 4"):
+    with pytest.raises(ConfigError, match="cache group 1: 11 tokens do not fit 2 blocks of 4"):
         owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=11)
     with pytest.raises(ConfigError, match="num_tokens has 1 numbers, and the pool 2 cache groups"):
         owner.offer("s", [[3, 5, 4], [20, 30]], num_tokens=[11])
@@ -288,7 +288,7 @@ def test_what_does_not_fit_the_groups_is_refused(workers: ExitStack) -> None:
         reader.pull(ticket, ours, tokens=[(0, 1), (0, 1), (0, 2)]).wait(20)
     with pytest.raises(ConfigError, match="follow several cache groups by tokens only"):
         owner.offer("blocks", _ids(MixedSpec(), 9), num_tokens=_TOKENS, ready=1)
-    with pytest.raises(ConfigError, match="cache group 0: 30 tokens do not fill 3 blocks of 4"):
+    with pytest.raises(ConfigError, match="cache group 0: 30 tokens do not fit 3 blocks of 4"):
         owner.offer("many", _ids(MixedSpec(), 9), num_tokens=30)
 
 

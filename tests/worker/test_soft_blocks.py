@@ -76,5 +76,5 @@ def test_ranks_that_share_tokens_offer_full_blocks(opened: ExitStack) -> None:
     )
     worker = opened.enter_context(Worker(BlockPool.allocate(dense(geometry)), "part", transports="loopback"))
     assert worker.offer_soft("turn", [1, 2]).num_tokens == 16
-    with pytest.raises(ConfigError, match="14 tokens do not fill"):
+    with pytest.raises(ConfigError, match=r"14 tokens do not fi(ll|t)"):
         worker.offer_soft("turn", [1, 2], num_tokens=14)

@@ -47,7 +47,7 @@ def test_each_reader_reads_until_the_blocks_are_revoked(opened: ExitStack, trans
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_pull_that_meets_a_revoke_has_the_old_content_or_none(opened: ExitStack, transport: str) -> None:
-    server = Server(opened, transport, inline_us=0.0)
+    server = Server(opened, transport, inline_us=0)
     for generation in range(1, 60):
         server.write(TURN, generation)
         ticket = server.owner.offer_soft("turn", TURN)

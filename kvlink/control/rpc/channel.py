@@ -210,7 +210,7 @@ class Channel:
 def _listed(addresses: str, what: str) -> list[str]:
     names = [name.strip() for name in addresses.split(",")]
     for name in names:
-        if not _ADDRESS.fullmatch(name):
+        if not _ADDRESS.fullmatch(name) or not 0 < int(name.rpartition(":")[2]) < 65536:
             raise ConfigError(
                 f"the address of a {what} must be host:port, not {name!r}; separate several with commas"
             )

@@ -30,10 +30,10 @@ TEST(Plan, RefusesListsThatDoNotFit) {
     EXPECT_TRUE(plan.ops.empty() && plan.bytes == 0);
   };
   refused({1, 100}, {1, 2}, {}, "owner_blocks names block 100 but there are 100");
-  refused({1, 2}, {UINT32_MAX, 2}, {}, "reader_blocks names block 4294967295");
-  refused({1}, {1, 2}, {{0, 5}, {}}, "owner_blocks has 1 blocks of 4 tokens, too few for 5");
-  refused({1, 2}, {1}, {{0, 5}, {}}, "reader_blocks has 1 blocks");
-  refused({1, 2}, {3, 3}, {}, "reader_blocks names a block twice");
+  refused({1, 2}, {UINT32_MAX, 2}, {}, "into names block 4294967295");
+  refused({1}, {1, 2}, {{0, 5}, {}}, "owner_blocks has 1 blocks of 4 tokens: 5 tokens do not fit");
+  refused({1, 2}, {1}, {{0, 5}, {}}, "into has 1 blocks");
+  refused({1, 2}, {3, 3}, {}, "into names a block twice");
   refused({1, 2}, {3, 4}, {{5, 4}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{9, UINT32_MAX}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{}, {2, 1}}, "layers");
@@ -41,7 +41,7 @@ TEST(Plan, RefusesListsThatDoNotFit) {
   Ids many(100);
   std::iota(many.begin(), many.end(), 0);
   many.back() = 63;
-  refused(many, many, {}, "reader_blocks names a block twice");
+  refused(many, many, {}, "into names a block twice");
   Plan plan;
   EXPECT_TRUE(planner->plan(many, Ids{0, 1, 2, 2}, {{0, 12}, {}}, plan).ok())
       << "the repeated block is not touched";
