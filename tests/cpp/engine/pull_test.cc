@@ -414,6 +414,18 @@ TEST_F(PullTest, ARefusalEndsThePullUnlessAnotherSourceMayWork) {
   }
 }
 
+TEST_F(PullTest, WhatWasCutAndWhyItCouldNotBeReadAgainAreBothKnown) {
+  wait_for_owners();
+  ASSERT_TRUE(connect(0));
+  end_last(End::kCut);
+  EXPECT_EQ(asked(), Strings{"connect 1"});
+  pull->refused(1, Status::Stale(StaleReason::kRestarted, "restarted"), false);
+  EXPECT_EQ(pull->state(), PullState::kFailed);
+  EXPECT_EQ(pull->failure().code(), Code::kStaleBlocks);
+  EXPECT_EQ(pull->transfer(0), nullptr);
+  EXPECT_EQ(pull->cut(0)->status().code(), Code::kPeerUnreachable);
+}
+
 TEST_F(PullTest, TheSourcesOfARelayShareItsTime) {
   wait_for_owners(kLate, 3);
   const auto near = [](int64_t time, int64_t expected) {
@@ -579,6 +591,19 @@ TEST_F(PullTest, CancelledWhileItsOnlyPartStarts) {
   EXPECT_EQ(pull->state(), PullState::kFailed);
   EXPECT_TRUE(pull->failure().ok()) << "its transfer says why";
   EXPECT_EQ(pull->transfer(0)->status().code(), Code::kCancelled);
+}
+
+TEST_F(PullTest, AStartThatFailsSaysWhyAlsoIfItIsCancelledMeanwhile) {
+  for (const bool cancels : {false, true}) {
+    wait_for_owners();
+    ASSERT_TRUE(pull->connected(0, {[&](int64_t deadline) {
+                                  if (cancels) pull->request_cancel();
+                                  return reads({0, kNonce, kSettle})(deadline);  // no lease has this slot
+                                }}));
+    EXPECT_EQ(pull->state(), PullState::kFailed);
+    EXPECT_EQ(pull->transfer(0)->status().code(), Code::kConfig);
+    EXPECT_EQ(asked(), Strings{});
+  }
 }
 
 TEST_F(PullTest, CancelWaitsForAStartThatIsUnderWay) {
