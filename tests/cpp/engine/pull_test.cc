@@ -136,7 +136,7 @@ struct PullTest : TransferTest {
 TEST_F(PullTest, NoPartStartsBeforeTheOwnersAreConnectedAndOneEndIsNotTheEnd) {
   wait_for_owners();
   EXPECT_EQ(pull->state(), PullState::kWaiting);
-  EXPECT_EQ(taken[0].until_ns, kLate);
+  EXPECT_EQ(taken.at(0).until_ns, kLate);
   EXPECT_TRUE(pull->wanted().empty());
   EXPECT_TRUE(started.empty());
   ASSERT_TRUE(connect(0, 3));
@@ -431,15 +431,15 @@ TEST_F(PullTest, TheSourcesOfARelayShareItsTime) {
   const auto near = [](int64_t time, int64_t expected) {
     return time > expected - kLate / 1000 && time < expected + kLate / 1000;
   };
-  EXPECT_TRUE(near(taken[0].until_ns, kLate / 3));
+  EXPECT_TRUE(near(taken.at(0).until_ns, kLate / 3));
   pull->refused(0, Status::Unreachable("no"), true);
   EXPECT_EQ(asked(), Strings{"connect 1"});
-  EXPECT_TRUE(near(taken[1].until_ns, kLate / 2));
+  EXPECT_TRUE(near(taken.at(1).until_ns, kLate / 2));
   ASSERT_TRUE(connect(1));
-  EXPECT_EQ(deadlines.back(), taken[1].until_ns);
+  EXPECT_EQ(deadlines.back(), taken.at(1).until_ns);
   end_last(End::kTimeout);
   EXPECT_EQ(asked(), Strings{"connect 2"});
-  EXPECT_EQ(taken[2].until_ns, kLate);
+  EXPECT_EQ(taken.at(2).until_ns, kLate);
   ASSERT_TRUE(connect(2));
   EXPECT_EQ(deadlines.back(), kLate);
   end_last(End::kTimeout);
@@ -683,13 +683,19 @@ TEST_F(PullTest, ClosedWhileItWaits) {
 }
 
 TEST_F(PullTest, ClosedWhileItStarts) {
-  wait_for_owners();
-  ASSERT_TRUE(pull->connected(0, {[&](int64_t) {
-                                pull->close();
-                                return nullptr;
-                              }}));
-  EXPECT_EQ(pull->state(), PullState::kFailed) << "it is not read again";
-  EXPECT_EQ(asked(), Strings{});
+  for (const bool is_broken : {true, false}) {
+    wait_for_owners();
+    const StartReads closes = [&](int64_t deadline) {
+      pull->close();
+      return is_broken ? nullptr : reads()(deadline);
+    };
+    ASSERT_TRUE(pull->connected(0, {closes, is_broken ? broken() : reads()}));
+    EXPECT_EQ(pull->state(), is_broken ? PullState::kFailed : PullState::kReading);
+    EXPECT_EQ(asked(), Strings{}) << "it is not read again";
+    if (is_broken) continue;
+    for (const size_t part : {0, 1}) end(*pull->transfer(part), End::kSettled);
+    EXPECT_EQ(pull->state(), PullState::kSettled) << "its parts go on";
+  }
 }
 
 TEST_F(PullTest, TheControlThreadHasSomeTimeAfterTheDeadlineToSayWhy) {
