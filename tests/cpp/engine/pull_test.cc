@@ -491,6 +491,9 @@ TEST_F(PullTest, ARelaySaysWhichSourcesItDidNotNeed) {
     ASSERT_TRUE(connect(row.num_cut));
     end_last(row.end);
     EXPECT_EQ(asked(), row.asked);
+    pull->cancel();  // its offer goes on
+    pull->close();
+    EXPECT_EQ(asked(), Strings{});
     EXPECT_EQ(failures, row.end == End::kConfig);
   }
 }
@@ -747,6 +750,20 @@ TEST_F(PullTest, WhoWaitsIsToldOfTheEndWhateverHappensBefore) {
     waiting.join();
     EXPECT_TRUE(ended);
   }
+}
+
+TEST_F(PullTest, WhoWaitedForTheOwnersDrivesTheLanesThen) {
+  wait_for_owners();
+  std::atomic<bool> waits{false};
+  std::thread waiting([&] {
+    waits = true;
+    pull->wait(-1);
+  });
+  for (int turn = 0; !waits || turn < 1000; ++turn) std::this_thread::yield();
+  ASSERT_TRUE(connect(0));
+  while (drives == 0) std::this_thread::yield();
+  end_last(End::kSettled);
+  waiting.join();
 }
 
 TEST_F(PullTest, EachWhoAskedIsToldOfTheEndOnce) {
