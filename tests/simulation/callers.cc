@@ -19,7 +19,9 @@ void World::call() {
   for (int64_t left = random().between(2, 6); left > 0 && !closed_; --left) {
     if (chance(30)) {
       meddle();
-    } else if (Call* const call = chance(25) ? start_relay() : start_call()) {
+    } else if (chance(2)) {
+      start_tree();
+    } else if (Call* const call = chance(25) ? start_relay(false) : start_call()) {
       wait_for(*call);
     }
     if (chance(50))
@@ -68,11 +70,20 @@ Call* World::start_call() {
   return &call;
 }
 
+/// Relays that mostly read from each other.
+void World::start_tree() {
+  std::vector<Call*> relays;
+  for (int left = 8; left > 0; --left) {
+    if (Call* const relay = start_relay(true)) relays.push_back(relay);
+  }
+  for (Call* const relay : relays) wait_for(*relay);
+}
+
 /// A relay from the first of several sources that have the same.
-Call* World::start_relay() {
+Call* World::start_relay(bool of_tree) {
   if (num_blocks_ + kPullBlocks > kReaderBlocks) return nullptr;
   std::vector<Source> sources;
-  Call* const parent = chance(50) ? find_relay() : nullptr;
+  Call* const parent = chance(of_tree ? 90 : 50) ? find_relay() : nullptr;
   std::vector<Content> contents(static_cast<size_t>(random().between(1, kPullBlocks)));
   for (Content& content : contents) content = next_content_++;
   if (parent) contents = parent->sources.front().contents;
@@ -222,7 +233,7 @@ void World::wait_for(Call& call) {
   }
   Pull& pull = *call.pull;
   const int64_t way = random().between(0, 4);
-  call.is_waited_for |= way < 3;
+  if (way < 3) note_waiting(call);
   switch (way) {
     case 0:
       pull.wait(-1);
@@ -262,7 +273,7 @@ void World::await(Call& call) {
 
 void World::cancel(Call& call) {
   check_by(now(), call, "a cancelled pull goes on");
-  call.is_waited_for = true;
+  note_waiting(call);
   call.pull->cancel();
   if (!call.pull->done()) fail("cancel() returns before the end");
   see(call);
@@ -307,10 +318,13 @@ void World::release() {
   const auto [peer, seat] = spare_.back();
   spare_.pop_back();
   Link* const link = peer->link();
-  if (!link || !link->usable() || !link->connection->settle(seat.slot, seat.settle_nonce)) {
-    return peer->owner->settle(seat);
+  if (link && link->usable() && link->connection->settle(seat.slot, seat.settle_nonce)) {
+    released_.push_back({link, seat});
+  } else if (peer->owner->was_posted(seat.settle_nonce)) {  // the owner takes the first that arrives
+    peer->owner->leases().settle(seat.slot, seat.settle_nonce);
+  } else {
+    peer->owner->settle(seat);
   }
-  released_.push_back({link, seat});
 }
 
 }  // namespace kvlink::simulation

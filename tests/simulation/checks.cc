@@ -102,7 +102,10 @@ void World::check_by(int64_t ns, const Call& call, const char* what) {
   for (const Source& source : call.sources) recall = std::max(recall, recall_ns(source.peer->manner));
   const int64_t late = answers_ == Answers::kLate ? kLateNs : 0;
   scheduler_.at(ns + kTickNs + kSlackNs + recall + late, [this, &call, what] {
-    if (call.pull && !call.pull->done() && (call.is_waited_for || can_end_alone())) fail(what);
+    if (!call.pull || call.pull->done() || !(call.waited_for_ns < now() - kSlackNs || can_end_alone()))
+      return;
+    fail(std::string(what) + ", state " + std::to_string(static_cast<int>(call.pull->state())) +
+         ", attempt " + std::to_string(call.num_attempts) + (call.is_relay ? " of a relay" : ""));
   });
 }
 

@@ -133,7 +133,7 @@ void World::disturb_start(Call& call) {
   if (chance(3)) call.pull->close();
   if (chance(3)) helpers_.push_back(scheduler_.spawn("canceller", [this, &call] { cancel(call); }));
   if (!chance(6)) return;
-  call.is_waited_for = true;
+  note_waiting(call);
   helpers_.push_back(scheduler_.spawn("waiter", [this, &call] {
     call.pull->wait(-1);
     see(call);

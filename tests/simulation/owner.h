@@ -21,7 +21,7 @@ namespace kvlink::simulation {
 constexpr uint32_t kBlockBytes = 64;
 constexpr uint32_t kOwnerBlocks = 512;
 constexpr uint32_t kReaderBlocks = 512;
-constexpr uint32_t kSlots = 15;  // few: they are used again
+constexpr uint32_t kSlots = 31;  // few: they are used again
 constexpr uint64_t kEpoch = 42;
 constexpr uint32_t kPoolRegion = 0, kLeaseRegion = 1, kWordRegion = 2;  // in order of import
 

@@ -43,8 +43,8 @@ void World::main() {
   }
   for (Fiber* const caller : callers) scheduler_.join(caller);
   for (const auto& call : calls_) {
-    while (call->is_waited_for && !call->pull->done()) scheduler_.sleep(kPollNs);  // who waits sees to it
-    call->is_waited_for = true;
+    while (call->waited_for_ns != INT64_MAX && !call->pull->done())
+      scheduler_.sleep(kPollNs);  // who waits sees to it
     call->pull->wait(-1);
     see(*call);
   }

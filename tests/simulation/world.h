@@ -3,6 +3,7 @@
 // them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -39,9 +40,9 @@ struct Call {
   int64_t started_ns = 0, deadline_ns = 0;
   uint32_t num_attempts = 0;  // asked for
   bool is_relay = false;
-  bool is_waited_for = false;  // by somebody who looks at the deadline
-  bool seen = false;           // its end
-  bool checked = false;        // its blocks may have other content
+  int64_t waited_for_ns = INT64_MAX;  // since when somebody waits, who looks at the deadline
+  bool seen = false;                  // its end
+  bool checked = false;               // its blocks may have other content
   PullState end = PullState::kWaiting;
   // A relay's own offer.
   uint64_t lease = 0;
@@ -84,7 +85,8 @@ class World {
   // Callers (callers.cc).
   void call();
   Call* start_call();
-  Call* start_relay();
+  Call* start_relay(bool of_tree);
+  void start_tree();
   Call* find_relay();
   Call* any_call();
   Call& add_call();
@@ -96,6 +98,7 @@ class World {
   void start_waiting(Call& call, Relaying relaying);
   void wait_for(Call& call);
   void await(Call& call);
+  void note_waiting(Call& call) { call.waited_for_ns = std::min(call.waited_for_ns, now()); }
   void cancel(Call& call);
   void request_cancel(Call& call);
   void meddle();

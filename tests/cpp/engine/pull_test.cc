@@ -136,7 +136,7 @@ struct PullTest : TransferTest {
 TEST_F(PullTest, NoPartStartsBeforeTheOwnersAreConnectedAndOneEndIsNotTheEnd) {
   wait_for_owners();
   EXPECT_EQ(pull->state(), PullState::kWaiting);
-  EXPECT_EQ(taken[0].until_ns, kLate);
+  EXPECT_EQ(taken.at(0).until_ns, kLate);
   EXPECT_TRUE(pull->wanted().empty());
   EXPECT_TRUE(started.empty());
   ASSERT_TRUE(connect(0, 3));
@@ -414,20 +414,32 @@ TEST_F(PullTest, ARefusalEndsThePullUnlessAnotherSourceMayWork) {
   }
 }
 
+TEST_F(PullTest, WhatWasCutAndWhyItCouldNotBeReadAgainAreBothKnown) {
+  wait_for_owners();
+  ASSERT_TRUE(connect(0));
+  end_last(End::kCut);
+  EXPECT_EQ(asked(), Strings{"connect 1"});
+  pull->refused(1, Status::Stale(StaleReason::kRestarted, "restarted"), false);
+  EXPECT_EQ(pull->state(), PullState::kFailed);
+  EXPECT_EQ(pull->failure().code(), Code::kStaleBlocks);
+  EXPECT_EQ(pull->transfer(0), nullptr);
+  EXPECT_EQ(pull->cut(0)->status().code(), Code::kPeerUnreachable);
+}
+
 TEST_F(PullTest, TheSourcesOfARelayShareItsTime) {
   wait_for_owners(kLate, 3);
   const auto near = [](int64_t time, int64_t expected) {
     return time > expected - kLate / 1000 && time < expected + kLate / 1000;
   };
-  EXPECT_TRUE(near(taken[0].until_ns, kLate / 3));
+  EXPECT_TRUE(near(taken.at(0).until_ns, kLate / 3));
   pull->refused(0, Status::Unreachable("no"), true);
   EXPECT_EQ(asked(), Strings{"connect 1"});
-  EXPECT_TRUE(near(taken[1].until_ns, kLate / 2));
+  EXPECT_TRUE(near(taken.at(1).until_ns, kLate / 2));
   ASSERT_TRUE(connect(1));
-  EXPECT_EQ(deadlines.back(), taken[1].until_ns);
+  EXPECT_EQ(deadlines.back(), taken.at(1).until_ns);
   end_last(End::kTimeout);
   EXPECT_EQ(asked(), Strings{"connect 2"});
-  EXPECT_EQ(taken[2].until_ns, kLate);
+  EXPECT_EQ(taken.at(2).until_ns, kLate);
   ASSERT_TRUE(connect(2));
   EXPECT_EQ(deadlines.back(), kLate);
   end_last(End::kTimeout);
@@ -479,6 +491,9 @@ TEST_F(PullTest, ARelaySaysWhichSourcesItDidNotNeed) {
     ASSERT_TRUE(connect(row.num_cut));
     end_last(row.end);
     EXPECT_EQ(asked(), row.asked);
+    pull->cancel();  // its offer goes on
+    pull->close();
+    EXPECT_EQ(asked(), Strings{});
     EXPECT_EQ(failures, row.end == End::kConfig);
   }
 }
@@ -581,6 +596,19 @@ TEST_F(PullTest, CancelledWhileItsOnlyPartStarts) {
   EXPECT_EQ(pull->transfer(0)->status().code(), Code::kCancelled);
 }
 
+TEST_F(PullTest, AStartThatFailsSaysWhyAlsoIfItIsCancelledMeanwhile) {
+  for (const bool cancels : {false, true}) {
+    wait_for_owners();
+    ASSERT_TRUE(pull->connected(0, {[&](int64_t deadline) {
+                                  if (cancels) pull->request_cancel();
+                                  return reads({0, kNonce, kSettle})(deadline);  // no lease has this slot
+                                }}));
+    EXPECT_EQ(pull->state(), PullState::kFailed);
+    EXPECT_EQ(pull->transfer(0)->status().code(), Code::kConfig);
+    EXPECT_EQ(asked(), Strings{});
+  }
+}
+
 TEST_F(PullTest, CancelWaitsForAStartThatIsUnderWay) {
   wait_for_owners();
   std::thread cancelling;
@@ -658,13 +686,19 @@ TEST_F(PullTest, ClosedWhileItWaits) {
 }
 
 TEST_F(PullTest, ClosedWhileItStarts) {
-  wait_for_owners();
-  ASSERT_TRUE(pull->connected(0, {[&](int64_t) {
-                                pull->close();
-                                return nullptr;
-                              }}));
-  EXPECT_EQ(pull->state(), PullState::kFailed) << "it is not read again";
-  EXPECT_EQ(asked(), Strings{});
+  for (const bool is_broken : {true, false}) {
+    wait_for_owners();
+    const StartReads closes = [&](int64_t deadline) {
+      pull->close();
+      return is_broken ? nullptr : reads()(deadline);
+    };
+    ASSERT_TRUE(pull->connected(0, {closes, is_broken ? broken() : reads()}));
+    EXPECT_EQ(pull->state(), is_broken ? PullState::kFailed : PullState::kReading);
+    EXPECT_EQ(asked(), Strings{}) << "it is not read again";
+    if (is_broken) continue;
+    for (const size_t part : {0, 1}) end(*pull->transfer(part), End::kSettled);
+    EXPECT_EQ(pull->state(), PullState::kSettled) << "its parts go on";
+  }
 }
 
 TEST_F(PullTest, TheControlThreadHasSomeTimeAfterTheDeadlineToSayWhy) {
@@ -716,6 +750,20 @@ TEST_F(PullTest, WhoWaitsIsToldOfTheEndWhateverHappensBefore) {
     waiting.join();
     EXPECT_TRUE(ended);
   }
+}
+
+TEST_F(PullTest, WhoWaitedForTheOwnersDrivesTheLanesThen) {
+  wait_for_owners();
+  std::atomic<bool> waits{false};
+  std::thread waiting([&] {
+    waits = true;
+    pull->wait(-1);
+  });
+  for (int turn = 0; !waits || turn < 1000; ++turn) std::this_thread::yield();
+  ASSERT_TRUE(connect(0));
+  while (drives == 0) std::this_thread::yield();
+  end_last(End::kSettled);
+  waiting.join();
 }
 
 TEST_F(PullTest, EachWhoAskedIsToldOfTheEndOnce) {

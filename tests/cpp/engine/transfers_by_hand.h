@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -27,7 +28,8 @@ struct TransferTest : ::testing::Test {
   std::shared_ptr<const Planner> planner;
   std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};
   std::array<uint32_t, 3> owner{1, 5, 9}, reader{2, 4, 6};
-  int wakes = 0;  // of the lanes' drivers
+  int wakes = 0;               // of the lanes' drivers
+  std::atomic<int> drives{0};  // of the lanes, by those who wait
 
   void SetUp() override {
     const Layout layout{16, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
@@ -45,9 +47,10 @@ struct TransferTest : ::testing::Test {
     request.stream = stream;
     request.seat = seat;
     request.deadline_ns = deadline;
-    auto transfer = std::make_unique<Transfer>(request, 0,
-                                               std::make_shared<TransferDriver>(TransferDriver{
-                                                   [this] { ++wakes; }, [](const Transfer&, int64_t) {}}));
+    auto transfer =
+        std::make_unique<Transfer>(request, 0,
+                                   std::make_shared<TransferDriver>(TransferDriver{
+                                       [this] { ++wakes; }, [this](const Transfer&, int64_t) { ++drives; }}));
     transfer->set_scratch(words, 1);
     transfer->attach();
     return transfer;
