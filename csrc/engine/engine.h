@@ -86,7 +86,7 @@ class Engine {
                           bool takes_keys = true, uint64_t caller = 0);
   Result<std::shared_ptr<Connection>> open(
       const std::string& transport, const std::string& address,
-      std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>());
+      std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>(), const WorkerRun& owner = {});
 
   const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
@@ -139,7 +139,7 @@ class Engine {
   Status wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared);
   void add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared);
   static Result<std::vector<LaneEnd>> open_lane_ends(const TransportState& state, const std::string& address,
-                                                     uint32_t num_lanes);
+                                                     uint32_t num_lanes, const WorkerRun& owner);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool reads_without_export(const TransportState& state) const;
