@@ -8,8 +8,10 @@
 #include "cpp/transports/copy_peers.h"
 #include "cpp/transports/cuda/pair.h"
 #include "transports/cma_process.h"
+#include "transports/cuda/export.h"
 #include "transports/cuda/protocol.h"
 #include "transports/same_host/fd_protocol.h"
+#include "transports/same_host/shared_mapping.h"
 
 namespace kvlink::testing {
 namespace {
@@ -222,6 +224,44 @@ TEST_F(Cuda, KeysThatTheOwnersProcessDoesNotTellAreRefused) {
       EXPECT_EQ(status.code(), Code::kAccessDenied) << status.what();
     }
   }
+}
+
+/// The process itself may lie, too. A GPU that reads behind an allocation is lost to its process.
+TEST_F(Cuda, AKeyOfMoreMemoryThanItsHandleOpensIsRefused) {
+  std::array<int, 2> ends;
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
+  const auto hear = [](int end) {
+    std::string message(4096, '\0');
+    message.resize(static_cast<size_t>(std::max<ssize_t>(::recv(end, message.data(), message.size(), 0), 0)));
+    return message;
+  };
+  const auto say = [](int end, const std::string& message) {
+    EXPECT_EQ(::send(end, message.data(), message.size(), MSG_NOSIGNAL), message.size());
+  };
+  const pid_t liar = ::fork();
+  if (liar == 0) {
+    const GpuPool pool(GpuPool::Kind::kMalloc);
+    const auto server = *FdServer::listen(kCudaMagic);
+    CudaKey key = *export_cuda(**cuda::Device::at(0), *server, pool.range());
+    key.bytes += 1;
+    key.deed = 0;
+    key.deed = server->add(std::move(*memfd_of("lie", key.deed_blob())), key.deed_offer()).id;
+    say(ends[1], server->address());
+    say(ends[1], key.blob());
+    say(ends[1], *server->accept(1, hear(ends[1])));
+    for (;;) server->serve();
+  }
+  Card card{.address = hear(ends[0]), .pool_key = hear(ends[0]), .table_key = {}, .words_key = {}};
+  GpuReader reader;
+  const Status status = reader.connect(card, [&](const std::string& hello) {
+    say(ends[0], hello);
+    return hear(ends[0]);
+  });
+  EXPECT_EQ(status.code(), Code::kAccessDenied) << status.what();
+  EXPECT_NE(status.what().find("than its handle"), std::string::npos) << status.what();
+  ::kill(liar, SIGKILL);
+  ::waitpid(liar, nullptr, 0);
+  for (const int end : ends) ::close(end);
 }
 
 }  // namespace
