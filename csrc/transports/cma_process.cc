@@ -120,10 +120,15 @@ bool Process::has(const Region& region) const {
 
 Result<MemfdMapping> Process::map_words(const Region& region) const {
   const std::string path = "/proc/" + std::to_string(pid()) + "/fd/" + std::to_string(region.memfd);
-  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  // It is opened with the rights of this process, and to open a device may have effects. So it is looked at
+  // first; and its number may be that of another file by now.
+  const UniqueFd seen(::open(path.c_str(), O_PATH | O_CLOEXEC));
   struct stat found{};
-  // Its number may be that of another file by now.
-  if (!fd || ::fstat(fd.get(), &found) != 0 || found.st_ino != region.memfd_inode) {
+  UniqueFd fd;
+  if (seen && ::fstat(seen.get(), &found) == 0 && S_ISREG(found.st_mode) &&
+      found.st_ino == region.memfd_inode)
+    fd.reset(::open(("/proc/self/fd/" + std::to_string(seen.get())).c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd) {
     return Status::Unavailable("cannot open the lease words of " + name() + " through /proc",
                                "mount /proc of the owner's pid namespace, or use shm or tcp");
   }
