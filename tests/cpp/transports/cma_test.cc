@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What cma does of its own.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
@@ -87,6 +88,19 @@ TEST(Cma, StoresNothingBeyondTheOwnersMemory) {
     EXPECT_EQ(reader.endpoint->import_region((*region)->remote_key()).status().code(), Code::kAccessDenied);
   }
   ::munmap(hole, 1 << 20);
+}
+
+/// A reader may have the right to open what its owner may only name, and to open a device may have effects.
+TEST(Cma, OpensNoDeviceThatTheOwnerNames) {
+  Owner owner("cma");
+  const UniqueFd device(::open("/dev/null", O_PATH | O_CLOEXEC));
+  MemoryRange words = owner.words->range();
+  words.memfd = device.get();
+  const auto region = owner.transport->register_memory(words, Access::kWriteWords);
+  Reader reader("cma", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  const Status status = reader.endpoint->import_region((*region)->remote_key()).status();
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable) << status.what();
 }
 
 TEST(Cma, DeniesMemoryThatIsNotThere) {
