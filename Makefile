@@ -143,10 +143,14 @@ test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under 
 test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
 	pytest -m "verify" tests/transports
 
+.PHONY: test-hostile
+test-hostile: build $(VENV)/.checked ## workers that publish false cards to an honest reader of a third process
+	pytest -m verify tests/hostile_peers
+
 .PHONY: test-processes
 test-processes: build $(VENV)/.checked ## tests that need real time, a real etcd, or processes that are killed
 	.ci/system-packages $(PYTHON) processes || true
-	pytest -m verify --ignore tests/transports --ignore tests/deploy --ignore tests/pages
+	pytest -m verify --ignore tests/transports --ignore tests/hostile_peers --ignore tests/deploy --ignore tests/pages
 
 .PHONY: test-deploy
 test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit

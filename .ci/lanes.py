@@ -43,6 +43,7 @@ class Lane(NamedTuple):
 
 LANES = {
     "transports": Lane("make test-transports", 2),
+    "hostile": Lane("make test-hostile", 2),
     "processes": Lane("make test-processes", 2),
     "simulate": Lane("make simulate", 2),
     "netns": Lane("make test-netns", 2),
@@ -66,6 +67,10 @@ LANES = {
 TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"csrc/transports/verbs", ("transports", "sanitizers", "rdma")),
     (r"csrc/(transports/cuda|staging|device)", ("transports", "sanitizers", "gpu")),
+    (
+        r"csrc/transports/(cma|shm|same_host|tcp)",
+        ("transports", "hostile", "sanitizers", "instructions", "soak"),
+    ),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
     (r"CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak", "image", "release")),
@@ -89,6 +94,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"benchmarks/", ("processes",)),
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
+    (r"tests/hostile_peers/", ("hostile",)),
     (r"tests/netns/", ("netns",)),
     (r"tests/deploy/test_image_steps|tests/newcomer/fresh_root", ("image", "newcomer")),
     (r"tests/deploy/", ("deploy", "slow")),

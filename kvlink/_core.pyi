@@ -354,12 +354,14 @@ class Engine:
         cuda_kernel: CudaKernel | None = None,
         gpu_blocks: int = 0,
         advertise: str = "",
+        worker: str = "",
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
         `cuda_kernel` is on the GPU of the pool; without it the driver copies.
         `gpu_blocks`: the most thread blocks of a launch of it; 0: what the link needs.
         `advertise`: the number that peers of tcp dial instead of `host`, which may be a wildcard then.
+        `worker`: the name of this worker, which readers of cma compare with the one that they mean.
         """
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def disable(self, transport: str, why: str) -> None:
@@ -404,7 +406,10 @@ class Engine:
     def watch_ports(self, queue: CompletionQueue) -> None: ...
     def set_control(self, queue: CompletionQueue) -> None:
         """Sets where pulls push their tokens. To be called before `open`."""
-    def open(self, transport: str, address: bytes, path_stats: PathStats) -> Connection: ...
+    def open(
+        self, transport: str, address: bytes, path_stats: PathStats, worker: str = "", epoch: int = 0
+    ) -> Connection:
+        """Opens lanes to an owner that must be this worker of this epoch."""
     def grant(self, lease: int, readers: int, ready: int, ttl_s: float) -> list[tuple[int, int, int]]:
         """(slot, nonce, settle nonce) of each reader."""
     def grant_at(self, lease: int, seats: Sequence[tuple[int, int, int]], ready: int, ttl_s: float) -> None:

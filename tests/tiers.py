@@ -12,6 +12,7 @@ OUTSIDE_FOLDERS = frozenset(
         "deploy",
         "engines",
         "gpu",
+        "hostile_peers",
         "netns",
         "newcomer",
         "outages",

@@ -152,6 +152,11 @@ void* map_shared(uint64_t bytes, int protection, int more_flags, int fd, uint64_
   return ::mmap(nullptr, bytes, protection, MAP_SHARED | more_flags, fd, static_cast<off_t>(offset));
 }
 
+void* map_private(uint64_t bytes, int fd) {
+  if (refused("mmap")) return MAP_FAILED;
+  return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+}
+
 int open_file(const char* path, int flags) { return refused("open") ? -1 : ::open(path, flags | O_CLOEXEC); }
 
 int duplicate(int fd) { return refused("fcntl") ? -1 : ::fcntl(fd, F_DUPFD_CLOEXEC, 0); }

@@ -38,6 +38,7 @@ int set_size(int fd, uint64_t bytes);
 int add_seals(int fd, int seals);
 /// Returns MAP_FAILED with errno set on failure.
 void* map_shared(uint64_t bytes, int protection, int more_flags, int fd, uint64_t offset);
+void* map_private(uint64_t bytes, int fd);
 int open_file(const char* path, int flags);
 int duplicate(int fd);
 int socket(int family, int type);

@@ -90,8 +90,9 @@ void register_engine(py::module_& m) {
                        uint32_t num_progress_threads, double inline_us, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
                        uint64_t bounce_bytes, const std::shared_ptr<GatherKernel>& cuda_kernel,
-                       uint32_t gpu_blocks, const std::string& advertise) {
-             TransportOptions how{host, port, fault, {}, rdma, cuda_kernel, gpu_blocks, advertise};
+                       uint32_t gpu_blocks, const std::string& advertise, const std::string& worker) {
+             TransportOptions how{host,       port,      fault,          {}, rdma, cuda_kernel,
+                                  gpu_blocks, advertise, {worker, epoch}};
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
              const EngineOptions options{epoch,           transports,           how,
@@ -104,7 +105,7 @@ void register_engine(py::module_& m) {
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_us"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
            py::arg("bounce_bytes") = 0, py::arg("cuda_kernel") = nullptr, py::arg("gpu_blocks") = 0,
-           py::arg("advertise") = "")
+           py::arg("advertise") = "", py::arg("worker") = "")
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
@@ -161,11 +162,13 @@ void register_engine(py::module_& m) {
       .def(
           "open",
           [](Engine& self, const std::string& transport, const std::string& address,
-             std::shared_ptr<PathStats> path_stats) {
+             std::shared_ptr<PathStats> path_stats, const std::string& worker, uint64_t epoch) {
             check(self.process().check());
-            return take(without_gil([&] { return self.open(transport, address, std::move(path_stats)); }));
+            return take(without_gil(
+                [&] { return self.open(transport, address, std::move(path_stats), {worker, epoch}); }));
           },
-          py::arg("transport"), py::arg("address"), py::arg("path_stats"), py::keep_alive<0, 1>())
+          py::arg("transport"), py::arg("address"), py::arg("path_stats"), py::arg("worker") = "",
+          py::arg("epoch") = 0, py::keep_alive<0, 1>())
       .def(
           "grant",
           [](Engine& self, uint64_t lease, uint32_t readers, uint64_t ready, double ttl_s) {

@@ -246,10 +246,11 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
 }
 
 Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, const std::string& address,
-                                                 std::shared_ptr<PathStats> path_stats) {
+                                                 std::shared_ptr<PathStats> path_stats,
+                                                 const WorkerRun& owner) {
   TransportState* state = find(transport);
   if (!state || closing_) return absent(transport);
-  Result<std::vector<LaneEnd>> lanes = open_lane_ends(*state, address, options_.num_lanes);
+  Result<std::vector<LaneEnd>> lanes = open_lane_ends(*state, address, options_.num_lanes, owner);
   if (!lanes.ok()) return lanes.status();
   const std::shared_ptr<Connection> connection(
       new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
@@ -264,8 +265,8 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
 
 /// At least one lane has an endpoint.
 Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state, const std::string& address,
-                                                    uint32_t num_lanes) {
-  Result<Endpoints> endpoints = state.transport->open(address, num_lanes);
+                                                    uint32_t num_lanes, const WorkerRun& owner) {
+  Result<Endpoints> endpoints = state.transport->open(address, num_lanes, owner);
   if (!endpoints.ok()) return endpoints.status();
   std::vector<LaneEnd> lanes(endpoints->size());
   if (state.staging) {

@@ -86,7 +86,7 @@ class Engine {
                           bool takes_keys = true, uint64_t caller = 0);
   Result<std::shared_ptr<Connection>> open(
       const std::string& transport, const std::string& address,
-      std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>());
+      std::shared_ptr<PathStats> path_stats = std::make_shared<PathStats>(), const WorkerRun& owner = {});
 
   /// Where pulls tell what they ask of the control thread. To be called before open().
   void set_control(std::shared_ptr<CompletionQueue> control) { control_ = std::move(control); }
@@ -143,7 +143,7 @@ class Engine {
   Status wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared);
   void add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared);
   static Result<std::vector<LaneEnd>> open_lane_ends(const TransportState& state, const std::string& address,
-                                                     uint32_t num_lanes);
+                                                     uint32_t num_lanes, const WorkerRun& owner);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory) const;
   bool on_device() const { return !pool_.empty() && pool_.front().device; }
   bool reads_without_export(const TransportState& state) const;

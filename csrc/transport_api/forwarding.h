@@ -36,8 +36,9 @@ class WrappedTransport : public Transport {
     return inner_->register_memory(range, access, through);
   }
   /// Opens the endpoints of `inner_` and wraps each by wrap().
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
-    return wrap_lanes(inner_->open(owner_address, num_lanes),
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes,
+                         const WorkerRun& owner) override {
+    return wrap_lanes(inner_->open(owner_address, num_lanes, owner),
                       [this](uint32_t, std::unique_ptr<Endpoint> inner) { return wrap(std::move(inner)); });
   }
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "transport_api/traits.h"
+
 namespace kvlink {
 
 class GatherKernel;
@@ -40,6 +42,7 @@ struct TransportOptions {
   std::shared_ptr<const GatherKernel> cuda_kernel = {};  // on the pool's GPU; null: the driver copies
   uint32_t gpu_blocks = 0;     // the most blocks of a launch of it; 0: what the link needs
   std::string advertise = {};  // number that peers dial instead of `host`, which may be a wildcard then
+  WorkerRun self = {};
 };
 
 }  // namespace kvlink

@@ -66,6 +66,12 @@ struct PortState {
   bool operator==(const PortState&) const = default;
 };
 
+/// One run of a worker: what a process is, and what a reader means to read from.
+struct WorkerRun {
+  std::string worker = {};
+  uint64_t epoch = 0;
+};
+
 /// The reader that an owner admits.
 struct ReaderId {
   // NOLINTNEXTLINE(google-explicit-constructor): most callers know only the connection

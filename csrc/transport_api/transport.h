@@ -88,8 +88,11 @@ class Transport {
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(
       const MemoryRange& range, Access access, const std::shared_ptr<Bounce>& through = nullptr) = 0;
   /// Refuses (kTransportUnavailable, reason and fix) an owner that this process cannot reach this way. With
-  /// `num_lanes` 0 the transport chooses a number that suits the owner.
-  virtual Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) = 0;
+  /// `num_lanes` 0 the transport chooses a number that suits the owner. `owner_address` is a claim of whoever
+  /// published the card; a transport whose reader goes to another process by itself lets that process prove
+  /// that it is `owner`.
+  virtual Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes,
+                                 const WorkerRun& owner) = 0;
   /// Admits the reader that sent `hello`. Callers share the room for readers that have not connected yet: a
   /// flood by one caller drops only its own.
   virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;

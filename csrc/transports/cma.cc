@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // cma: the reader lets the kernel copy out of the owner's memory (process_vm_readv). It needs only permission
 // to trace the owner: no thread, no socket, any memory. So the owner can neither revoke a key nor cut a
-// reader off, and readers rely on lease validation.
-//
-// A random cookie in the owner's memory proves that the process behind a pid is the right one.
-#include <fcntl.h>
-#include <poll.h>
+// reader off, and readers rely on lease validation. Before it reads anything, the reader makes sure that the
+// process consents: see cma_consent.h.
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -21,9 +17,8 @@
 
 #include "base/blob.h"
 #include "base/host_identity.h"
-#include "base/unique_fd.h"
 #include "memory/streaming_copy.h"
-#include "transports/cma_permission.h"
+#include "transports/cma_consent.h"
 #include "transports/cma_process.h"
 #include "transports/factories.h"
 #include "transports/same_host/copy_endpoint.h"
@@ -33,7 +28,7 @@
 namespace kvlink {
 namespace {
 
-using cma::CmaAddress, cma::Cookie, cma::kCookieBytes, cma::kMagic, cma::piece, cma::Process;
+using cma::Challenge, cma::CmaAddress, cma::Consent, cma::kMagic, cma::piece, cma::Process, cma::Region;
 
 constexpr size_t kMaxPieces = 1024;                // UIO_MAXIOV
 constexpr size_t kMaxDataPieces = kMaxPieces - 2;  // the rest is for a slot
@@ -48,42 +43,39 @@ uint64_t inode_of(int fd) {
   return ::fstat(fd, &found) == 0 ? found.st_ino : 0;
 }
 
-/// Maps peer words from the owner's descriptors, so that a settle is a store instead of a system call (0.1
-/// against 2 us). They are never read, because only the process itself shows whether its memory still exists.
-std::optional<MemfdMapping> map_words(pid_t pid, uint64_t memfd, uint64_t inode, const FdOffer& words) {
-  const UniqueFd fd(
-      ::open(("/proc/" + std::to_string(pid) + "/fd/" + std::to_string(memfd)).c_str(), O_RDWR | O_CLOEXEC));
-  if (!fd || inode_of(fd.get()) != inode) return {};  // closed meanwhile, and its number reused
-  Result<MemfdMapping> mapping = MemfdMapping::make(fd.get(), words);
-  return mapping.ok() ? std::optional(std::move(*mapping)) : std::nullopt;
-}
-
 class CmaEndpoint : public QueuedEndpoint {
  public:
   CmaEndpoint(Process owner, std::shared_ptr<CopyHelper> helper)
-      : owner_(std::move(owner)), helper_(std::move(helper)) {}
+      : owner_(std::move(owner)), helper_(std::move(helper)) {
+    random_bytes(challenge_.size()).copy(challenge_.data(), challenge_.size());
+  }
 
-  std::string hello() const override { return BlobWriter().u32(kMagic).take(); }
+  std::string hello() const override { return BlobWriter().u32(kMagic).bytes(challenge_).take(); }
 
   Status establish(std::string_view reply, const Patience&) override {
     BlobReader from(reply, kMagic);
+    const uint32_t place = from.u32();
     if (!from.done()) return Status::AccessDenied("not a reply of a cma owner");
     set_wake_fd(owner_.pidfd());
-    return owner_.check();
+    Status status = owner_.believe(challenge_, place);
+    consents_ = status.ok();
+    return status;
   }
 
   Result<uint32_t> import_region(std::string_view remote_key) override {
-    BlobReader from(remote_key, kMagic);
-    uint64_t address = 0, bytes = 0, memfd = 0, memfd_inode = 0, memfd_offset = 0;
-    uint32_t access = 0;
-    from.fields(address, bytes, access, memfd, memfd_inode, memfd_offset);
-    if (!from.done() || access > kLastAccess || bytes > UINT64_MAX - address) {
-      return Status::AccessDenied("not a key of a cma region");
+    const Result<Region> region = Region::parse(remote_key);
+    if (!region.ok()) return region.status();
+    if (!consents_ || !owner_.has(*region)) {
+      return Status::AccessDenied("the owner's process does not export the region of this key");
     }
-    const bool mappable = static_cast<Access>(access) == Access::kWriteWords && memfd <= INT32_MAX;
-    const FdOffer words{0, memfd_offset, bytes, Access::kWriteWords};
-    mappings_.push_back(mappable ? map_words(owner_.pid(), memfd, memfd_inode, words) : std::nullopt);
-    return add_remote({address, bytes, static_cast<Access>(access)});
+    const auto access = static_cast<Access>(region->access);
+    std::optional<MemfdMapping>& mapping = mappings_.emplace_back();
+    if (access == Access::kWriteWords) {
+      Result<MemfdMapping> words = owner_.map_words(*region);
+      if (!words.ok()) return words.status();
+      mapping.emplace(std::move(*words));
+    }
+    return add_remote({region->address, region->bytes, access});
   }
 
   void close() override {
@@ -124,14 +116,8 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override {
-    if (const auto& mapping = mappings_[region]) {
-      store_word(reinterpret_cast<std::byte*>(mapping->address() + offset), value);
-      return {};
-    }
-    const iovec local{&value, sizeof value};
-    const iovec to = piece(remote(region).address + offset, sizeof value);
-    return ::process_vm_writev(owner_.pid(), &local, 1, &to, 1, 0) == sizeof value ? Status{}
-                                                                                   : owner_.failed(errno);
+    store_word(reinterpret_cast<std::byte*>(mappings_[region]->address() + offset), value);
+    return {};
   }
 
  private:
@@ -239,8 +225,10 @@ class CmaEndpoint : public QueuedEndpoint {
   };
 
   Process owner_;
+  Challenge challenge_;
+  bool consents_ = false;
   const std::shared_ptr<CopyHelper> helper_;           // of the transport
-  std::vector<std::optional<MemfdMapping>> mappings_;  // by region
+  std::vector<std::optional<MemfdMapping>> mappings_;  // by region; only of words
   size_t num_local_ = 0, num_remote_ = 0, num_parts_ = 0;
   std::array<Part, kMostParts> parts_;
   std::array<iovec, kMaxPieces> local_, remote_;
@@ -249,37 +237,23 @@ class CmaEndpoint : public QueuedEndpoint {
 
 class CmaRegion : public MemoryRegion {
  public:
-  CmaRegion(const MemoryRange& range, Access access) : range_(range), access_(access) {}
-  std::string remote_key() const override {
-    return BlobWriter()
-        .u32(kMagic)
-        .u64(reinterpret_cast<uint64_t>(range_.base))
-        .u64(range_.bytes)
-        .u32(static_cast<uint32_t>(access_))
-        .u64(range_.memfd < 0 ? UINT64_MAX : static_cast<uint64_t>(range_.memfd))
-        .u64(inode_of(range_.memfd))
-        .u64(range_.memfd_offset)
-        .take();
-  }
+  CmaRegion(std::shared_ptr<Consent> consent, const Region& region)
+      : consent_(std::move(consent)), region_(region) {}
+  ~CmaRegion() override { consent_->remove(region_); }
+  std::string remote_key() const override { return region_.key(); }
 
  private:
-  MemoryRange range_;
-  Access access_;
+  const std::shared_ptr<Consent> consent_;
+  const Region region_;
 };
 
 class CmaTransport : public Transport {
  public:
-  CmaTransport() {
-    const std::string cookie = random_bytes(kCookieBytes);
-    std::memcpy(cookie_.data(), cookie.data(), kCookieBytes);
-    address_ = CmaAddress{boot_id(),
-                          namespace_inode("pid"),
-                          static_cast<uint64_t>(::getpid()),
-                          ::geteuid(),
-                          reinterpret_cast<uint64_t>(cookie_.data()),
-                          cookie_}
-                   .blob();
-  }
+  explicit CmaTransport(std::shared_ptr<Consent> consent)
+      : consent_(std::move(consent)),
+        address_(CmaAddress{boot_id(), namespace_inode("pid"), static_cast<uint64_t>(::getpid()), ::geteuid(),
+                            consent_->address()}
+                     .blob()) {}
   ~CmaTransport() override { close(); }
 
   std::string address() const override { return address_; }
@@ -288,27 +262,36 @@ class CmaTransport : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
     if (access == Access::kLocal) return nullptr;
-    return std::make_unique<CmaRegion>(range, access);
+    const Region region{.address = reinterpret_cast<uint64_t>(range.base),
+                        .bytes = range.bytes,
+                        .access = static_cast<uint64_t>(access),
+                        .memfd = range.memfd < 0 ? UINT64_MAX : static_cast<uint64_t>(range.memfd),
+                        .memfd_inode = inode_of(range.memfd),
+                        .memfd_offset = range.memfd_offset};
+    if (Status status = consent_->add(region); !status.ok()) return status;
+    return std::make_unique<CmaRegion>(consent_, region);
   }
 
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
-    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes,
+                         const WorkerRun& owner) override {
+    return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address, owner); });
   }
 
-  Result<std::string> accept(ReaderId, std::string_view hello) override {
+  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     BlobReader from(hello, kMagic);
-    if (!from.done()) return Status::AccessDenied("not the hello of a cma endpoint");
-    return BlobWriter().u32(kMagic).take();
+    Challenge challenge;
+    if (!from.fields(challenge).done()) return Status::AccessDenied("not the hello of a cma endpoint");
+    return BlobWriter().u32(kMagic).u32(consent_->admit(reader.caller, challenge)).take();
   }
 
   bool fence(uint64_t) override { return false; }
   void close() override {
-    for (char& byte : cookie_) *static_cast<volatile char*>(&byte) = 0;
+    consent_->withdraw();
     helper_->stop();
   }
 
  private:
-  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) const {
+  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address, const WorkerRun& run) const {
     Result<CmaAddress> parsed = CmaAddress::parse(owner_address);
     if (!parsed.ok()) return parsed.status();
     if (!is_this_boot(parsed->boot_id)) {
@@ -320,22 +303,23 @@ class CmaTransport : public Transport {
           "the owner is in another pid namespace",
           "share one (docker run --pid, shareProcessNamespace in Kubernetes), or use shm or tcp");
     }
-    Process owner(std::move(*parsed));
-    if (Status status = owner.check(); !status.ok()) return status;
-    return std::make_unique<CmaEndpoint>(std::move(owner), helper_);
+    Result<Process> owner = Process::of(std::move(*parsed), run);
+    if (!owner.ok()) return owner.status();
+    if (Status status = owner->permitted(); !status.ok()) return status;
+    return std::make_unique<CmaEndpoint>(std::move(*owner), helper_);
   }
 
   const Capabilities capabilities_{};
   const std::shared_ptr<CopyHelper> helper_ = std::make_shared<CopyHelper>();
-  Cookie cookie_;
-  std::string address_;
+  const std::shared_ptr<Consent> consent_;
+  const std::string address_;
 };
 
 }  // namespace
 
 Status cma_probe() {
-  const Cookie from{1};
-  Cookie to{};
+  const std::array<char, 16> from{1};
+  std::array<char, 16> to{};
   const iovec local{to.data(), to.size()},
       remote = piece(reinterpret_cast<uint64_t>(from.data()), from.size());
   if (::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(from.size()) &&
@@ -344,12 +328,14 @@ Status cma_probe() {
   }
   return Status::Unavailable(
       std::string("process_vm_readv: ") + std::strerror(errno),
-      "allow the system calls process_vm_readv and process_vm_writev in the seccomp profile "
+      "allow the system call process_vm_readv in the seccomp profile "
       "(docker run --cap-add SYS_PTRACE), in a kernel with CONFIG_CROSS_MEMORY_ATTACH");
 }
 
-Result<std::unique_ptr<Transport>> cma_make(const TransportOptions&) {
-  return std::make_unique<CmaTransport>();
+Result<std::unique_ptr<Transport>> cma_make(const TransportOptions& options) {
+  Result<std::shared_ptr<Consent>> consent = Consent::make(options.self);
+  if (!consent.ok()) return consent.status();
+  return std::make_unique<CmaTransport>(std::move(*consent));
 }
 
 }  // namespace kvlink

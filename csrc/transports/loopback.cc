@@ -193,7 +193,7 @@ class LoopbackTransport : public Transport {
     return std::make_unique<LoopbackRegion>(owner_, range, access);
   }
 
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 

@@ -94,7 +94,7 @@ class ShmTransport : public Transport {
     return std::make_unique<ShmRegion>(server_, *offer);
   }
 
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 

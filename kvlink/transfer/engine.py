@@ -111,9 +111,10 @@ def host_transports() -> dict[str, str]:
 class Engine:
     """Owns the native engine. Every method is safe from any thread; `close` is idempotent."""
 
-    def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig) -> None:
+    def __init__(self, pool: BlockPool, epoch: int, config: WorkerConfig, worker_id: str = "") -> None:
         self.pool = pool
         self.epoch = epoch
+        self.worker_id = worker_id
         self.path_stats = AllPathStats()
         self.closed, self._notify_lock = False, threading.Lock()
         self._notified: weakref.WeakSet[CompletionQueue] = weakref.WeakSet()
@@ -164,6 +165,7 @@ class Engine:
             advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
             cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
+            worker=self.worker_id,
         )
         with ExitStack() as if_it_raises:
             if_it_raises.callback(core.close)
@@ -206,9 +208,10 @@ class Engine:
         """Returns the ports of this worker's NICs, including those whose devices are missing."""
         return [Port(*row) for row in self.core.ports()]
 
-    def open(self, transport: str, address: bytes, worker_id: str) -> Connection:
-        """Opens unconnected lanes to `worker_id`. Raises TransportUnavailable if the worker cannot be reached."""
-        return self.core.open(transport, address, self.path_stats.of_path(worker_id, transport))
+    def open(self, transport: str, address: bytes, worker_id: str, epoch: int) -> Connection:
+        """Opens unconnected lanes to that worker. Raises TransportUnavailable if it cannot be reached."""
+        path_stats = self.path_stats.of_path(worker_id, transport)
+        return self.core.open(transport, address, path_stats, worker_id, epoch)
 
     def planners(
         self,

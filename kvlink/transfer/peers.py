@@ -113,7 +113,7 @@ class Peers:
             is_verbs = name.removeprefix("fault+") == "verbs"
             try:
                 with refuse_path():
-                    connection = self.engine.open(name, offered.address, card.worker_id)
+                    connection = self.engine.open(name, offered.address, *key)
                 opened.add(name)
                 # A network that drops all packets must leave time for another transport.
                 path_s = left_s / 2 if is_verbs and candidates else left_s

@@ -88,7 +88,7 @@ class Worker(Relays):
         with ExitStack() as opened:
             self._control = ControlThread.shared()
             opened.callback(self._close_engine)  # before there is one: an interrupt may come at any time
-            self._engine = Engine(pool, time.time_ns(), self.config)
+            self._engine = Engine(pool, time.time_ns(), self.config, worker_id)
             opened.callback(self._leave)
             self._membership = self._control.run(
                 WorkerMembership.of(self.config, lambda: self._engine), _JOIN_S
@@ -313,7 +313,7 @@ class Worker(Relays):
         if card.epoch != self._engine.epoch:
             # The clock of this host went back. The lease table must have the epoch that readers get.
             self._engine.close()
-            self._engine = Engine(self.pool, card.epoch + 1, self.config)
+            self._engine = Engine(self.pool, card.epoch + 1, self.config, self.worker_id)
             card = await self._membership.join(self.worker_id, self._engine)
         return card
 

@@ -127,7 +127,7 @@ def pair() -> Iterator[tuple[Worker, Worker]]:
 async def test_hellos_of_one_caller_shut_no_reader_out(pair: tuple[Worker, Worker], transport: str) -> None:
     owner, reader = pair
     (way,) = (way for way in owner.card.transports if way.name == transport)
-    hello = reader._engine.open(transport, way.address, "owner").hellos()[0]
+    hello = reader._engine.open(transport, way.address, "owner", 0).hellos()[0]
     async with AgentClient(owner.card.agent, 60.0, _Apart()) as flooder:
         for _ in range(80):
             await flooder.connect("owner", owner.card.epoch, transport, [hello] * MAX_HELLOS)

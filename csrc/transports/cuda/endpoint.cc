@@ -36,6 +36,11 @@ Result<uint32_t> CudaEndpoint::import_region(std::string_view remote_key) {
   Result<CudaKey> key = CudaKey::parse(remote_key);
   if (!key.ok()) return key.status();
   if (key->kind == CudaKey::Kind::kHost) return import_host(*key);
+  const Result<UniqueFd> deed = client_.take(key->deed_offer());
+  if (!deed.ok()) return deed.status();
+  if (!file_has((*deed).get(), key->deed_blob())) {
+    return Status::AccessDenied("the owner's process does not export the region of this key");
+  }
   Result<std::unique_ptr<CudaMapping>> mapping = CudaMapping::make(gather_->device(), *key, client_);
   if (!mapping.ok()) return mapping.status();
   owner_may_free_ = owner_may_free_ || (*mapping)->ends_with_owner();

@@ -7,6 +7,7 @@
 #include "base/host_identity.h"
 #include "base/unique_fd.h"
 #include "transports/cuda/fabric.h"
+#include "transports/same_host/shared_mapping.h"
 
 namespace kvlink {
 namespace {
@@ -104,6 +105,13 @@ Result<CudaKey> key_of_ipc(const Api& api, CudaKey key) {
   return key;
 }
 
+Result<CudaKey> with_deed(FdServer& server, CudaKey key) {
+  Result<UniqueFd> deed = memfd_of("kvlink-cuda-deed", key.deed_blob());
+  if (!deed.ok()) return deed.status();
+  key.deed = server.add(std::move(*deed), key.deed_offer()).id;
+  return key;
+}
+
 }  // namespace
 
 Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const MemoryRange& range) {
@@ -116,7 +124,10 @@ Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const 
   key.pid_namespace = namespace_inode("pid");
   Result<Parts> parts = parts_of(device.api, range);
   if (!parts.ok()) return parts.status();
-  if (parts->fds.empty()) return key_of_ipc(device.api, key);
+  if (parts->fds.empty()) {
+    const Result<CudaKey> by_handle = key_of_ipc(device.api, key);
+    return by_handle.ok() ? with_deed(server, *by_handle) : by_handle;
+  }
   if (parts->bytes < range.bytes) return Status::Unavailable("a part of it is not mapped", kAllocate);
   key.kind = parts->type == cuda::kFabric ? CudaKey::Kind::kFabric : CudaKey::Kind::kAllocations;
   key.offset = parts->offset;
@@ -124,7 +135,7 @@ Result<CudaKey> export_cuda(const cuda::Device& device, FdServer& server, const 
     const FdOffer offer{0, 0, parts->sizes[part], Access::kRead};
     key.parts.push_back(server.add(std::move(parts->fds[part]), offer));
   }
-  return key;
+  return with_deed(server, std::move(key));
 }
 
 }  // namespace kvlink

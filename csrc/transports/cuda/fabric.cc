@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/cuda/fabric.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
-#include <cerrno>
-
-#include "base/sys.h"
+#include "transports/same_host/shared_mapping.h"
 
 namespace kvlink {
 namespace {
@@ -27,11 +24,7 @@ Result<UniqueFd> export_fabric(const cuda::Api& api, cuda::Allocation allocation
   cuda::FabricHandle handle{};
   const int exported = api.allocation_export(&handle, allocation, cuda::kFabric, 0);
   if (Status status = check(api, exported, "cuMemExportToShareableHandle"); !status.ok()) return status;
-  UniqueFd fd(sys::make_memfd("kvlink-fabric-handle", MFD_CLOEXEC));
-  if (!fd || ::pwrite(fd.get(), handle.bytes, sizeof handle.bytes, 0) != sizeof handle.bytes) {
-    return sys::transport_failed("cannot keep a handle of the fabric", fd ? "pwrite" : "memfd_create", errno);
-  }
-  return fd;
+  return memfd_of("kvlink-fabric-handle", {reinterpret_cast<const char*>(handle.bytes), sizeof handle.bytes});
 }
 
 Result<cuda::Allocation> import_fabric(const cuda::Api& api, int fd) {

@@ -125,6 +125,12 @@ Status CudaMapping::open_ipc(const CudaKey& key, const FdClient& client) {
   const cuda::Api& api = reader_->api;
   const Status status = api.check(api.ipc_open(&ipc_, key.ipc, cuda::kLazyPeerAccess), "cuIpcOpenMemHandle");
   address_ = ipc_ + key.offset;
+  cuda::Address base = 0;
+  size_t bytes = 0;
+  // A GPU that reads behind an allocation is lost to the whole process.
+  if (status.ok() && api.get_address_range(&base, &bytes, ipc_) == cuda::kSuccess &&
+      (key.offset > bytes || key.bytes > bytes - key.offset))
+    return Status::AccessDenied("the owner's key is of more memory than its handle");
   if (status.ok() || is_own_namespace("pid", key.pid_namespace)) return status;
   return Status::Unavailable(
       "the owner is in another pid namespace, and the driver does not map its memory: " + status.what(),

@@ -14,7 +14,7 @@
 
 namespace kvlink {
 
-inline constexpr uint32_t kCudaMagic = 0x3361'6463;  // "cda3"
+inline constexpr uint32_t kCudaMagic = 0x3461'6463;  // "cda4"
 inline constexpr uint32_t kMaxCudaParts = 2048;      // of one region; its key stays below 64 KiB
 
 struct CudaKey {
@@ -31,6 +31,9 @@ struct CudaKey {
   cuda::Uuid gpu{};
   cuda::IpcHandle ipc{};
   std::vector<FdOffer> parts;  // not of kIpc
+  /// Names the offer whose descriptor has this key, but for this field: what the card has counts only if the
+  /// owner's process says the same. Not of kHost, where the only part says all.
+  uint64_t deed = 0;
 
   std::string blob() const {
     BlobWriter to;
@@ -39,7 +42,8 @@ struct CudaKey {
         .u64(bytes)
         .u64(offset)
         .u64(address)
-        .u64(pid_namespace);
+        .u64(pid_namespace)
+        .u64(deed);
     to.bytes({gpu.bytes, sizeof gpu.bytes});
     to.bytes(kind == Kind::kIpc ? std::string_view(ipc.bytes, sizeof ipc.bytes) : std::string_view());
     to.u32(static_cast<uint32_t>(parts.size()));
@@ -52,7 +56,7 @@ struct CudaKey {
     BlobReader from(blob, kCudaMagic);
     CudaKey key;
     uint32_t kind = 0;
-    from.fields(kind, key.bytes, key.offset, key.address, key.pid_namespace);
+    from.fields(kind, key.bytes, key.offset, key.address, key.pid_namespace, key.deed);
     key.kind = static_cast<Kind>(kind);
     const std::string_view gpu = from.bytes(sizeof key.gpu.bytes);
     const std::string_view ipc = from.bytes(sizeof key.ipc.bytes);
@@ -67,6 +71,14 @@ struct CudaKey {
     }
     return from.done() && key.is_whole(ipc.size()) ? Result<CudaKey>(key) : malformed();
   }
+
+  /// Returns what the deed has.
+  std::string deed_blob() const {
+    CudaKey key = *this;
+    key.deed = 0;
+    return key.blob();
+  }
+  FdOffer deed_offer() const { return {deed, 0, deed_blob().size(), Access::kRead}; }
 
   /// Returns the bytes of all parts.
   uint64_t span() const {

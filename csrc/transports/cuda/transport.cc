@@ -25,6 +25,7 @@ class CudaRegion : public MemoryRegion {
       : server_(std::move(server)), key_(std::move(key)) {}
   ~CudaRegion() override {
     for (const FdOffer& part : key_.parts) server_->revoke(part.id);
+    server_->revoke(key_.deed);
   }
   std::string remote_key() const override { return key_.blob(); }
 
@@ -57,7 +58,7 @@ class CudaTransport : public Transport {
     return std::make_unique<CudaRegion>(server_, std::move(*key));
   }
 
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 

@@ -262,12 +262,13 @@ class FaultTransport final : public WrappedTransport {
     lands_on_device_ |= range.device && inner_->capabilities().reaches_device_memory;
     return inner_->register_memory(range, access, through);
   }
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes,
+                         const WorkerRun& owner) override {
     if (lands_on_device_ && plan_->corrupts_data()) {
       return Status::Unavailable("it would corrupt GPU memory, which no CPU reaches",
                                  "corrupt on a transport that stages in host memory (fault+tcp)");
     }
-    return WrappedTransport::open(owner_address, num_lanes);
+    return WrappedTransport::open(owner_address, num_lanes, owner);
   }
 
  protected:

@@ -22,6 +22,16 @@ inline constexpr uint32_t kFdMaxOffers = 64;  // in one message; the kernel allo
 inline constexpr uint32_t kFdMaxOffersInAll = 1 << 16;
 inline constexpr size_t kFdMaxMessageBytes = 8 + kFdMaxOffers * 28;
 
+inline constexpr std::string_view kSocketPrefix = "kvlink-";
+inline constexpr size_t kSocketDigits = 32;
+
+/// Returns whether an owner may have such a name. A card may name any socket of the host, and its publisher
+/// chooses the secret that the reader sends there: it must not reach other services.
+inline bool is_socket_name(std::string_view name) {
+  return name.size() == kSocketPrefix.size() + kSocketDigits && name.starts_with(kSocketPrefix) &&
+         name.find_first_not_of("0123456789abcdef", kSocketPrefix.size()) == std::string_view::npos;
+}
+
 /// The address of such an owner. `magic` identifies the transport.
 struct HostAddress {
   std::string boot_id;
@@ -37,7 +47,7 @@ struct HostAddress {
     parsed.boot_id = from.bytes(kMaxNameBytes);
     parsed.net_namespace = from.u64();
     parsed.socket = from.bytes(kMaxNameBytes);
-    if (from.done() && !parsed.socket.empty()) return parsed;
+    if (from.done() && is_socket_name(parsed.socket)) return parsed;
     return Status::Unavailable("not an address of this transport",
                                "let both ends run the same version of kvlink");
   }

@@ -35,8 +35,8 @@ UniqueFd open_spare() { return UniqueFd(sys::open_file("/dev/null", O_RDONLY)); 
 
 std::string random_name() {
   static constexpr char kHex[] = "0123456789abcdef";
-  std::string name = "kvlink-";
-  for (const char byte : random_bytes(16)) name += {kHex[byte >> 4 & 15], kHex[byte & 15]};
+  std::string name(kSocketPrefix);
+  for (const char byte : random_bytes(kSocketDigits / 2)) name += {kHex[byte >> 4 & 15], kHex[byte & 15]};
   return name;
 }
 

@@ -47,6 +47,22 @@ Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access 
   return server.add(std::move(memfd), {0, range.memfd_offset, range.bytes, access});
 }
 
+Result<UniqueFd> memfd_of(const char* name, std::string_view bytes) {
+  UniqueFd fd(sys::make_memfd(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd || ::pwrite(fd.get(), bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    return sys::transport_failed("cannot keep what readers are told", fd ? "pwrite" : "memfd_create", errno);
+  }
+  // Readers get this open file, so any of them could change what the next one is told.
+  if (sys::add_seals(fd.get(), F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    return sys::transport_failed("cannot keep what readers are told", "fcntl", errno);
+  return fd;
+}
+
+bool file_has(int fd, std::string_view bytes) {
+  std::string found(bytes.size(), '\0');
+  return ::pread(fd, found.data(), found.size(), 0) == static_cast<ssize_t>(found.size()) && found == bytes;
+}
+
 MemfdMapping::~MemfdMapping() {
   if (start_) ::munmap(start_, bytes_);
 }

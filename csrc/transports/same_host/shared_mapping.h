@@ -17,6 +17,11 @@ namespace kvlink {
 /// or in one that can shrink.
 Result<FdOffer> export_memfd(FdServer& server, const MemoryRange& range, Access access);
 
+/// Returns a memfd with these bytes, which nobody can change.
+Result<UniqueFd> memfd_of(const char* name, std::string_view bytes);
+/// Returns whether the file has these bytes at its start.
+bool file_has(int fd, std::string_view bytes);
+
 /// A reader's mapping of exported memory, which need not start on a page.
 class MemfdMapping {
  public:

@@ -284,7 +284,10 @@ void Owner::accept_ready() {
     if (pending_.empty()) set_timer(hello_timer_, kHelloNs);
     const uint64_t serial = next_serial_++;
     // A socket that cannot be watched is closed, which its reader sees at once.
-    if (!tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
+    const Greeting greeting{kHelloMagic, kVersion, 0, address_.instance};  // a fresh socket has room for it
+    const bool told = ::send(socket.get(), &greeting, sizeof greeting, MSG_DONTWAIT | MSG_NOSIGNAL) ==
+                      static_cast<ssize_t>(sizeof greeting);
+    if (!told || !tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
     leave_unpaced_in_host(socket.get());
     pending_.emplace(serial, PendingSocket{std::move(socket), now_ns() + kHelloNs, {}, 0});
   }
@@ -333,7 +336,6 @@ void Owner::read_hello(uint64_t serial) {
 
 Verdict Owner::authenticate(const Hello& hello, uint64_t& connection_id) {
   if (hello.version != kVersion) return Verdict::kRefused;
-  if (hello.instance != address_.instance) return Verdict::kOtherInstance;
   const std::string secret(reinterpret_cast<const char*>(hello.secret.data()), hello.secret.size());
   const auto redeemed = invitations_.redeem({hello.invitation, secret}, now_ns());
   connection_id = redeemed.value_or(0);

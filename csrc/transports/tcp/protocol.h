@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // What crosses a tcp connection. Little-endian, packed without gaps, sent as it is in memory.
 //
+//   owner -> reader: Greeting
 //   reader -> owner: Hello, then frames: RequestHeader + `count` ReadEntry, or + GuardEntry + `count`
 //   ReadEntry, or + WriteEntry
 //   owner -> reader: HelloReply, then for each read frame, in order: ResponseHeader + payload (none when
 //   refused)
+//
+// The owner speaks first. The card that a reader follows may name any port, and the secret in its hello may
+// be anything: a reader that spoke first would say 40 bytes of a liar's choice to a service of a liar's
+// choice.
 //
 // A read frame that asks for memory of a device asks for nothing else. The payload of a guarded one is sent
 // while the guard holds. When it fails before the response has begun the answer is kStale, later the payload
@@ -24,7 +29,7 @@ namespace kvlink::tcp {
 static_assert(std::endian::native == std::endian::little, "kvlink frames are sent as they lie in memory");
 
 inline constexpr uint64_t kHelloMagic = 0x31'70'63'74'6b'6e'6c'6bULL;  // "klnktcp1"
-inline constexpr uint32_t kVersion = 2;
+inline constexpr uint32_t kVersion = 3;
 inline constexpr uint16_t kFrameMagic = 0x4b56;  // "VK"
 
 inline constexpr uint32_t kMaxFrameOps = 1024;
@@ -36,18 +41,25 @@ inline constexpr uint32_t kMaxAtomicBytes = 64;
 
 using Secret = std::array<std::byte, 32>;
 
+struct Greeting {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t reserved;
+  uint64_t instance;  // of the owner: another process on the same port must not pass for it
+};
+static_assert(sizeof(Greeting) == 24);
+
 /// Admits a connection once. `invitation` names the secret, so that it is found without comparing secrets.
 struct Hello {
   uint64_t magic;
   uint32_t version;
   uint32_t reserved;
-  uint64_t instance;  // of the owner: another process on the same port must not pass for it
   uint64_t invitation;
   Secret secret;
 };
-static_assert(sizeof(Hello) == 64);
+static_assert(sizeof(Hello) == 56);
 
-enum class Verdict : uint32_t { kAdmitted, kOtherInstance, kRefused };
+enum class Verdict : uint32_t { kAdmitted, kRefused };
 
 struct HelloReply {
   uint64_t magic;

@@ -59,7 +59,8 @@ class Reader final : public Endpoint {
   };
 
   Status wait_for(short events, const Patience& patience) const;
-  Status exchange_hello(const Invitation& invitation, const Patience& patience);
+  Status receive_whole(void* into, size_t bytes, const Patience& patience) const;
+  Status greet(const Invitation& invitation, const Patience& patience);
   Status check_ops(const Chunk& chunk, uint64_t& bytes) const;
   void append(const void* from, size_t bytes);
   void append_frame(const Chunk& chunk, size_t& op, uint64_t& in_op);
@@ -102,7 +103,7 @@ Status Reader::establish(std::string_view reply, const Patience& patience) {
   socket_ = std::move(*socket);
   ::setsockopt(socket_.get(), SOL_SOCKET, SO_SNDBUF, &kSendBytes, sizeof kSendBytes);
   Status status = wait_for(POLLOUT, patience);
-  if (status.ok()) status = exchange_hello(*invitation, patience);
+  if (status.ok()) status = greet(*invitation, patience);
   if (!status.ok()) {
     socket_.reset();
     return status;
@@ -114,34 +115,43 @@ Status Reader::establish(std::string_view reply, const Patience& patience) {
   return {};
 }
 
-Status Reader::exchange_hello(const Invitation& invitation, const Patience& patience) {
+Status Reader::receive_whole(void* into, size_t bytes, const Patience& patience) const {
+  for (size_t got = 0; got < bytes;) {
+    if (Status ready = wait_for(POLLIN, patience); !ready.ok()) return ready;
+    const ssize_t more = ::recv(socket_.get(), static_cast<std::byte*>(into) + got, bytes - got, 0);
+    if (more < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (more <= 0) return Status::Unreachable(peer_ + " closed the connection while it was being set up");
+    got += static_cast<size_t>(more);
+  }
+  return {};
+}
+
+/// Says nothing before the other end has shown that it is the owner of the card.
+Status Reader::greet(const Invitation& invitation, const Patience& patience) {
   socklen_t bytes = sizeof errno;
   int failed = 0;
   ::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &failed, &bytes);
   errno = failed;
   if (failed != 0) return Status::Unreachable(errno_text("cannot connect to " + peer_));
 
-  Hello hello{kHelloMagic, kVersion, 0, owner_.instance, invitation.id, {}};
+  Greeting greeting{};
+  if (Status heard = receive_whole(&greeting, sizeof greeting, patience); !heard.ok()) return heard;
+  if (greeting.magic != kHelloMagic || greeting.version != kVersion) {
+    return Status::Unreachable("protocol error: " + peer_ + " is not a kvlink tcp owner of this version");
+  }
+  if (greeting.instance != owner_.instance) {
+    return Status::Unreachable(peer_ + " is another process now; its card is out of date");
+  }
+  Hello hello{kHelloMagic, kVersion, 0, invitation.id, {}};
   std::memcpy(hello.secret.data(), invitation.secret.data(), sizeof(Secret));
-  // A fresh socket has room for 64 bytes.
+  // A fresh socket has room for it.
   if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) {
     return Status::Unreachable(errno_text("cannot send the hello to " + peer_));
   }
   HelloReply reply{};
-  for (size_t got = 0; got < sizeof reply;) {
-    const Status ready = wait_for(POLLIN, patience);
-    if (!ready.ok()) return ready;
-    const ssize_t more =
-        ::recv(socket_.get(), reinterpret_cast<std::byte*>(&reply) + got, sizeof reply - got, 0);
-    if (more < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-    if (more <= 0) return Status::Unreachable(peer_ + " closed the connection while it was being set up");
-    got += static_cast<size_t>(more);
-  }
+  if (Status heard = receive_whole(&reply, sizeof reply, patience); !heard.ok()) return heard;
   if (reply.magic != kHelloMagic || reply.version != kVersion || reply.verdict > Verdict::kRefused) {
-    return Status::Unreachable("protocol error: " + peer_ + " is not a kvlink tcp owner of this version");
-  }
-  if (reply.verdict == Verdict::kOtherInstance) {
-    return Status::Unreachable(peer_ + " is another process now; its card is out of date");
+    return Status::Unreachable("protocol error: " + peer_ + " answers with a malformed verdict");
   }
   if (reply.verdict == Verdict::kRefused) {
     return Status::AccessDenied(peer_ + " refused the connection: the secret is wrong, used or expired");

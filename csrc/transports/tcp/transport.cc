@@ -30,7 +30,7 @@ class TcpTransport final : public Transport {
     return owner_->register_region(range, access);
   }
 
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override {
     const Result<tcp::Address> address = tcp::Address::parse(owner_address);
     if (!address.ok()) return address.status();
     return open_lanes(num_lanes, [&](uint32_t lane) {

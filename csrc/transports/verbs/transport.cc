@@ -75,7 +75,7 @@ class VerbsTransport final : public Transport {
     if (access == Access::kLocal) return nullptr;
     return std::make_unique<Region>(ports_, *region, access);
   }
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override;
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override;
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     const auto parsed = Hello::parse(hello);
     if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
@@ -104,7 +104,7 @@ class VerbsTransport final : public Transport {
 };
 
 /// Lane i runs on the i-th rail, in rounds; lane 0, which carries small pulls alone, on the widest.
-Result<Endpoints> VerbsTransport::open(std::string_view owner_address, uint32_t num_lanes) {
+Result<Endpoints> VerbsTransport::open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) {
   const auto address = Address::parse(owner_address);
   if (!address) return Status::Unavailable("the owner's RDMA address is malformed", {});
   const Address own = ports_->address();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What cma does of its own.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
@@ -65,9 +66,11 @@ TEST(Cma, RefusesAnOwnerThatHasEndedOrClosed) {
   auto transport = make_transport("cma", {});
   RemoteOwner ended("cma"), closed("cma");
   ended.kill(SIGKILL);
-  closed.close_transport();
   EXPECT_EQ(open_one(**transport, ended.card().address).status().code(), Code::kPeerUnreachable);
-  EXPECT_EQ(open_one(**transport, closed.card().address).status().code(), Code::kPeerUnreachable);
+  const auto endpoint = std::move(*open_one(**transport, closed.card().address));
+  const std::string reply = closed.accept(1, endpoint->hello());
+  closed.close_transport();
+  EXPECT_EQ(endpoint->establish(reply, kSecondNs).code(), Code::kPeerUnreachable);
 }
 
 /// An owner must not kill its readers: a store where a memfd has no memory ends a process by SIGBUS.
@@ -82,15 +85,22 @@ TEST(Cma, StoresNothingBeyondTheOwnersMemory) {
     const auto region = owner.transport->register_memory({hole, 1 << 20, memfd, 0}, Access::kWriteWords);
     Reader reader("cma", owner.card(),
                   [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
-    const auto index = reader.endpoint->import_region((*region)->remote_key());
-    ASSERT_TRUE(index.ok());
-    if (memfd == unsealed.get()) {
-      ASSERT_EQ(::ftruncate(memfd, 0), 0);
-    }
-    ASSERT_TRUE(reader.endpoint->post_write(9, *index, 8192, 1).ok());
-    EXPECT_EQ(reader.wait(9).code(), Code::kAccessDenied);
+    EXPECT_EQ(reader.endpoint->import_region((*region)->remote_key()).status().code(), Code::kAccessDenied);
   }
   ::munmap(hole, 1 << 20);
+}
+
+/// A reader may have the right to open what its owner may only name, and to open a device may have effects.
+TEST(Cma, OpensNoDeviceThatTheOwnerNames) {
+  Owner owner("cma");
+  const UniqueFd device(::open("/dev/null", O_PATH | O_CLOEXEC));
+  MemoryRange words = owner.words->range();
+  words.memfd = device.get();
+  const auto region = owner.transport->register_memory(words, Access::kWriteWords);
+  Reader reader("cma", owner.card(),
+                [&](const std::string& hello) { return *owner.transport->accept(1, hello); });
+  const Status status = reader.endpoint->import_region((*region)->remote_key()).status();
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable) << status.what();
 }
 
 TEST(Cma, DeniesMemoryThatIsNotThere) {

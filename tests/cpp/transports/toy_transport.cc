@@ -121,7 +121,7 @@ class ToyTransport final : public Transport {
     key.u32(kMagic).u64(reinterpret_cast<uint64_t>(range.base)).u64(range.bytes);
     return std::unique_ptr<MemoryRegion>(new ToyRegion(key.u32(static_cast<uint32_t>(access)).take()));
   }
-  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes) override {
+  Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override {
     BlobReader from(owner_address);
     const bool ours = from.u32() == kMagic;
     const auto pid = static_cast<pid_t>(from.u32());

@@ -134,6 +134,29 @@ TEST(Tcp, RefusesAnOwnerThatIsAnotherProcessNow) {
   EXPECT_NE(status.what().find("another process"), std::string::npos) << status.what();
 }
 
+/// A card can name the port of any service, and its publisher chooses what a hello has in it.
+TEST(Tcp, SaysNothingToAPortThatHasNotShownThatItIsTheOwner) {
+  const tcp::Greeting right{tcp::kHelloMagic, tcp::kVersion, 0, 7},
+      other{tcp::kHelloMagic, tcp::kVersion, 0, 8};
+  std::string chosen = "\r\nFLUSHALL\r\n";
+  chosen.resize(sizeof(tcp::Secret));
+  const std::string reply = Invitation{0, chosen}.encode();
+  for (const std::string& said : {std::string("220 mail.example ESMTP ready...."), raw(other), raw(right)}) {
+    const UniqueFd listener = std::move(*tcp::listen_on("127.0.0.1", 0));
+    tcp::Address address = *tcp::local_address(listener.get());
+    address.instance = right.instance;
+    const auto endpoint = tcp::make_reader(address, 0);
+    std::thread reader([&] { static_cast<void>(endpoint->establish(reply, 20 * kSecondNs)); });
+    pollfd waiting{listener.get(), POLLIN, 0};
+    ::poll(&waiting, 1, -1);
+    std::optional<RawSocket> service(UniqueFd(::accept(listener.get(), nullptr, nullptr)));
+    service->say(said);
+    EXPECT_EQ(service->hear(sizeof(tcp::Hello)).size(), said == raw(right) ? sizeof(tcp::Hello) : 0) << said;
+    service.reset();
+    reader.join();
+  }
+}
+
 TEST(Tcp, SaysThatNobodyListens) {
   std::string address;
   {

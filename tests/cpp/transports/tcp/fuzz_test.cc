@@ -104,6 +104,7 @@ struct FakeOwner {
       pollfd waiting{listener.get(), POLLIN, 0};
       ::poll(&waiting, 1, 10'000);
       socket.emplace(UniqueFd(::accept(listener.get(), nullptr, nullptr)));
+      socket->say(raw(tcp::Greeting{tcp::kHelloMagic, tcp::kVersion, 0, 0}));
       socket->hear(sizeof(tcp::Hello));
       socket->say(raw(tcp::HelloReply{tcp::kHelloMagic, tcp::kVersion, tcp::Verdict::kAdmitted}));
     });

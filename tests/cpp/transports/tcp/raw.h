@@ -82,6 +82,11 @@ inline Status land_stream(tcp::ResponseQueue& landing, const std::string& stream
   return {};
 }
 
+/// Returns the greeting of the owner at this address.
+inline std::string greeting_of(const std::string& address) {
+  return raw(tcp::Greeting{tcp::kHelloMagic, tcp::kVersion, 0, (*tcp::Address::parse(address)).instance});
+}
+
 class RawSocket {
  public:
   explicit RawSocket(UniqueFd socket) : socket_(std::move(socket)) {}
@@ -121,8 +126,8 @@ class RawSocket {
   }
   tcp::Verdict greet(const std::string& address, const std::string& reply) {
     const Invitation invitation = Invitation::parse(reply, sizeof(tcp::Secret)).value();
-    tcp::Hello hello{
-        tcp::kHelloMagic, tcp::kVersion, 0, (*tcp::Address::parse(address)).instance, invitation.id, {}};
+    EXPECT_EQ(hear(sizeof(tcp::Greeting)), greeting_of(address));
+    tcp::Hello hello{tcp::kHelloMagic, tcp::kVersion, 0, invitation.id, {}};
     std::memcpy(hello.secret.data(), invitation.secret.data(), sizeof(tcp::Secret));
     say(raw(hello));
     tcp::HelloReply answer{0, 0, tcp::Verdict::kRefused};
