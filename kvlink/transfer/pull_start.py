@@ -49,7 +49,7 @@ def stop(part: Part) -> None:
 
 def settle_args(ticket: Ticket, assignment: GroupsAssignment) -> tuple[int, int]:
     """Returns the slot of this rank, and the value that settles it. Raises ConfigError if there is no such seat."""
-    slot, _, value = lease_words(ticket, assignment, True)
+    slot, _, value = _words(ticket, assignment, True)
     return slot, value
 
 
@@ -89,11 +89,18 @@ def start(peer: Peer, ticket: Ticket, want: Want) -> Transfer | None:
     )
 
 
-def lease_words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> tuple[int, int, int]:
-    """Returns this rank's slot, its nonce, and the value that settles it or 0. Raises ConfigError without a seat.
+def lease_words(ticket: Ticket, peer: Peer, settle: bool) -> tuple[int, int, int]:
+    """Returns this rank's slot, its nonce, and the value that settles it or 0. Every read takes them first.
 
-    A soft ticket has one seat for all ranks, which csrc/lease/lease_words.h marks by SHARED_SEAT.
+    Raises ConfigError without a seat, and LayoutMismatch for the cache of another model.
     """
+    if ticket.model != peer.model.number and peer.model.number:
+        raise peer.model.refuse(ticket.model, ticket.worker_id, peer.card.layouts[0].model)
+    return _words(ticket, peer, settle)
+
+
+def _words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> tuple[int, int, int]:
+    """Returns the words of a seat. A soft ticket has one for all ranks, see SHARED_SEAT in csrc/lease/lease_words.h."""
     seats = ticket.seats
     if seats[0].settle_nonce == SHARED_SEAT:
         return seats[0].slot, seats[0].nonce, SHARED_SEAT
