@@ -196,6 +196,13 @@ class WorkerConfig(RdmaConfig):
         "Names the file with the secrets that sign tickets, one per line, the newest first. All workers of a tenant "
         "need the same. Under TLS a file is required; the value `none` turns signatures off.",
     )
+    same_model: str = setting(
+        "KVLINK_SAME_MODEL",
+        "",
+        "Lists models that are equal although their identities differ. `A=B` lets a server whose model has the "
+        "16 digits A, as `kvlink status` shows them, exchange caches with servers of B. Separate pairs by commas.",
+        "Integrations of inference servers use it. Set it only if both compute the same cache from the same tokens.",
+    )
     insecure: bool = setting(
         "KVLINK_INSECURE",
         False,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvlink.errors import ConfigError
 
 _HEADER = struct.Struct("<IB")
+HEADER_BYTES = _HEADER.size
 _BYTES = range(8, 65)
 """How long a digest may be."""
 MAX_DIGEST_BYTES = 4 << 20

@@ -7,7 +7,7 @@ It travels in the router's message (as text) or through the coordinator (as byte
     u64 epoch | u32 num_tokens | u32 num_blocks | u32 ready | u8 ready_unit | u8 num_seats | u16 rank | u16 num_ranks
     u16 bytes of request_id | u16 bytes of worker_id | u16 bytes of agent | u32 time to live in ms | u16 num_groups
     [16 bytes of signature, zeros for none, [16 bytes of trace id | 8 of span id | 1 of flags, zeros for none,
-        [u32 num_digests | u8 bytes of each]]]
+        [u32 num_digests | u8 bytes of each, zeros for none, [u64 model]]]]
         (a reader skips the parts of a longer header that it does not know: signature, trace, or newer fields)
     num_seats x (u32 slot, u64 nonce, u64 settle nonce, 1 for a shared seat) | request_id | worker_id | agent
     num_blocks x u32 | [num_groups x (u32 blocks, u32 tokens) of each cache group, if there are several] | [digests]
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
 from kvlink.names import MAX_NAME_BYTES, check_kind, check_name
-from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests
+from kvlink.prefix_digests import HEADER_BYTES, MAX_DIGEST_BYTES, PrefixDigests
 from kvlink.tracing import traceparent
 from kvlink.tracing.traceparent import TraceParent
 from kvlink.types import PROTOCOL_VERSION, ReadyUnit
@@ -39,6 +39,7 @@ _PREFIX = struct.Struct("<4sHHI")
 _HEADER = struct.Struct("<QIIIBBHHHHHIH")
 _SEAT = struct.Struct("<IQQ")
 _GROUP = struct.Struct("<II")
+_MODEL = struct.Struct("<Q")
 _MAGIC, _UNSIGNED = b"KVT1", b""
 
 MAX_BLOCKS = 1 << 20
@@ -51,6 +52,7 @@ MAX_SLOTS = 1 << 20
 SIGNATURE_BYTES = 16
 _SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
 _TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
+_DIGESTED_BYTES = _TRACED_BYTES + HEADER_BYTES
 MAX_TICKET_BYTES = (
     _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 8 * MAX_GROUPS
     + MAX_DIGEST_BYTES
@@ -128,6 +130,8 @@ class Ticket:
     """The span that created the ticket. It is not signed, because older peers would reject a signature over it."""
     digests: PrefixDigests | None = None
     """The digests of prefixes of the tokens, which the owner passed to `Worker.offer_soft`."""
+    model: int = 0
+    """The 8 bytes of the identity of the model that wrote the blocks, see `PoolModel`. 0: not known."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a seat that no lease can have. Every ticket passes this check, whatever its source."""
@@ -176,12 +180,16 @@ class Ticket:
             header = header.ljust(_SIGNED_BYTES, b"\0") + self.trace.to_bytes()
         if self.digests is not None:
             header = header.ljust(_TRACED_BYTES, b"\0") + self.digests.header()
+        if self.model:
+            header = header.ljust(_DIGESTED_BYTES, b"\0") + _MODEL.pack(self.model)
         body = header + rest
         return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
 
     def signed_bytes(self) -> bytes:
         """Returns the bytes that a signature covers. Raises ConfigError as `to_bytes` does."""
-        return _MAGIC + b"".join(self._parts()) + (b"" if self.digests is None else self.digests.header())
+        digests = b"" if self.digests is None else self.digests.header()
+        model = b"model" + _MODEL.pack(self.model) if self.model else b""
+        return _MAGIC + b"".join(self._parts()) + digests + model
 
     def _parts(self) -> tuple[bytes, bytes]:
         names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
@@ -293,11 +301,14 @@ def _parse(blob: bytes) -> Ticket:
         at += size
     block_ids, group_sizes, group_tokens = _blocks(body[at:], num_blocks, listed, num_tokens)
     signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
+    has_model = header_bytes >= _DIGESTED_BYTES + _MODEL.size
+    (model,) = _MODEL.unpack_from(body, _DIGESTED_BYTES) if has_model else (0,)
     return Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
         signature=signature, group_sizes=group_sizes, group_tokens=group_tokens, trace=trace, digests=digests,
+        model=model,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, KVLinkError, LayoutMismatch, UnknownRequest
 from kvlink.ticket import MAX_BLOCKS, Ticket
 
+from ..models import named_model
 from ..request_guard import RequestGuard
 from ..request_names import name_of
 from .messages import Answer, Ask, refusal
@@ -109,7 +110,9 @@ class Grants:
         looking = self._places.hold(self._ids(within.values()))
         try:
             find = self._objects.lookup() if self._objects is not None else lambda _: ""
-            granted = {index: wanted for index, wanted in within.items() if not self._problem(wanted, find)}
+            granted = {
+                index: wanted for index, wanted in within.items() if not self._problem(wanted, find, ask)
+            }
             ticket = self._ticket(ask.reader, self._ids(granted.values()), looking) if granted else None
         finally:
             self._places.release(looking)
@@ -118,15 +121,27 @@ class Grants:
     def _ids(self, objects: Iterable[Wanted]) -> PageIds:
         return self._pages.ids(wanted[:2] for wanted in objects)
 
-    def _problem(self, wanted: Wanted, find: Callable[[Wanted], str]) -> str:
+    def _problem(self, wanted: Wanted, find: Callable[[Wanted], str], ask: Ask) -> str:
         """Returns why an object is not leased. An exception concerns this object alone."""
         if wanted.name is None and self._places.was_freed(self._ids([wanted])):
             return "the place has held several objects, and the ask names none"
         try:
-            return find(wanted)
+            return find(wanted) or self._another_model(wanted, ask)
         except Exception as error:
             self.guard.caught("lookup of an object", "", error)
             return "the lookup failed"
+
+    def _another_model(self, wanted: Wanted, ask: Ask) -> str:
+        """Returns why an object that is held here is one of another model than the reader's, or ""."""
+        if wanted.name is None:
+            return ""
+        name = wanted.name[1]
+        ours, theirs = named_model(name), ask.models.get(name, "absent")
+        if ours == theirs:
+            return ""
+        why = f"{ask.reader!a:.200} has another model {name!a:.200}: model-id is {ours} here, and {theirs!a:.20} there"
+        self._note("another model", f"refused objects: {why}")
+        return why
 
     def _ticket(self, reader: str, ids: PageIds, looking: Hold) -> Ticket:
         """Raises Cancelled if a page was freed while the objects were looked up."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the messages between a reader and an owner over LMCache's handshake address.
 
-- ask: JSON {"version", "reader", "page_bytes", "owners": [[model, rank, group, salt], …],
+- ask: JSON {"version", "reader", "page_bytes", "models": {model: 16 digits of its identity},
+  "owners": [[model, rank, group, salt], …],
   "objects": [[offset, size] or [offset, size, index in "owners", hash], …]}, with "mark" under KVLINK_TICKET_KEYS
 - answer: nothing for an ask without objects; "!" and why the ask is refused; or "=", the number of objects that are
   refused, their indices in the ask, and the ticket for all others, if there is any
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import AccessDenied, ConfigError, TransferError
 from kvlink.ticket import MAX_TICKET_BYTES, Ticket, check_request_id
 
+from ..models import named_model
 from .pages import MOST_OBJECTS, Name, Wanted
 
-_VERSION = 2
-_FIELDS = {"version", "reader", "page_bytes", "owners", "objects"}
+_VERSION = 3
+_FIELDS = {"version", "reader", "page_bytes", "models", "owners", "objects"}
 _REFUSED, _GRANTED = b"!", b"="
 _MARK = "mark"
 _MOST_HASH, _MOST_TEXT = 256, 1024
@@ -41,6 +43,8 @@ class Ask:
     reader: str
     page_bytes: int
     objects: Sequence[Wanted]
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The identities of the models of the objects, as the reader's host has them. `to_bytes` adds them."""
 
     def to_bytes(self, keys: TicketKeys | None) -> bytes:
         """Serializes the message for `from_bytes`, with the mark of this tenant if there are keys."""
@@ -50,6 +54,7 @@ class Ask:
             "version": _VERSION,
             "reader": self.reader,
             "page_bytes": self.page_bytes,
+            "models": {model: named_model(model) for model in {owner[0] for owner in owners}},
             "owners": list(owners),
             "objects": [
                 (offset, size) if name is None else (offset, size, owners[name[1:]], name[0])
@@ -81,6 +86,10 @@ class Ask:
                 raise ValueError(f"unknown fields {sorted(unknown)!a:.80}")
             owners = [_owner(each) for each in _listed(body["owners"])]
             objects = [_wanted(each, owners) for each in _listed(body["objects"])]
+            models = {
+                _text(model, _MOST_TEXT): _text(digits, _MOST_HASH)
+                for model, digits in _table(body["models"]).items()
+            }
             reader, page_bytes = body["reader"], _number(body["page_bytes"])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"not a message of kvlink's transfer channel: {error!a:.200}") from None
@@ -89,7 +98,7 @@ class Ask:
                 f"the message is not marked by {keys!r}: LMCache's servers need the same KVLINK_TICKET_KEYS"
             )
         check_request_id(reader)
-        return cls(reader, page_bytes, objects)
+        return cls(reader, page_bytes, objects, models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,12 @@ def refusal(error: Exception) -> bytes:
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > MOST_OBJECTS:
         raise ValueError(f"no list of at most {MOST_OBJECTS}")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > MOST_OBJECTS:
+        raise ValueError(f"no object of at most {MOST_OBJECTS}")
     return value
 
 

@@ -9,6 +9,7 @@
 - `wants`: which decode ranks prefill accepts, and when
 - `messages`: the messages between the two sides over SGLang's control sockets
 - `bootstrap`: the checks of what SGLang's bootstrap servers say
+- `weight_changes`: the identity of the model, whose weights and adapters may change
 - `caches`: SGLang's buffers as kvlink pools
 """
 
@@ -73,5 +74,8 @@ def register() -> None:
         "sglang.srt.utils.network.NetworkAddress.__post_init__", check_host, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
+    from .weight_changes import register_hooks
+
+    register_hooks(HookRegistry, HookType.AROUND)
     receiver = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
     HookRegistry.register(f"{receiver}.query_prefill_dp_ranks", query_prefill_dp_ranks, HookType.AROUND)

@@ -27,10 +27,11 @@ from .incoming import Incoming
 from .listener import NAME, BoundedSocket, Listener
 from .messages import CHUNK, FAILED, WANT, Chunk, Failed, Malformed, Want
 from .outgoing import Outgoing, Written
-from .rank import rank_of
+from .rank import model_now, rank_of
 from .restarts import was_restarted
 from .rooms import LiveRooms
 from .wants import Refusal, Wants
+from .weight_changes import follow
 
 _log = logging.getLogger("kvlink.sglang")
 
@@ -72,6 +73,7 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
             self.rank,
             WorkerConfig.from_env(defaults={"host": self.local_ip}),
         )
+        follow(self)
         self.aux = AuxRows(args.aux_data_ptrs, args.aux_item_lens)
         self.outgoing = Outgoing(self.caches)
         self.incoming = Incoming(self.caches)
@@ -89,6 +91,13 @@ class KVLinkManager(CommonKVManager):  # type: ignore[misc]
         start_thread(NAME, self.listener.run)
 
     # The following methods belong to both.
+
+    def model_changed(self) -> None:
+        """Goes on with other weights or adapters. Tickets and pulls from now on have the identity of the new model."""
+        text = model_now(self)
+        for cache in self.caches:
+            cache.worker.pool.model.change(text)
+        _log.warning("the model was changed: it is now %s", text)
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         """Changes the status of a room as the base class does, which no two threads may do at the same time."""

@@ -11,8 +11,8 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get
 
 from kvlink.errors import ConfigError
 
-from ..models import model_text
 from .caches import Rank
+from .weight_changes import model_of
 
 
 def rank_of(manager: Any) -> Rank:
@@ -23,7 +23,7 @@ def rank_of(manager: Any) -> Rank:
     data_rank = manager.system_dp_rank or manager.attn_dp_rank
     return Rank(
         name=f"sglang-{role}@{manager.local_ip}:{get_serving().port}/dp{data_rank}tp{manager.attn_tp_rank}",
-        model=model_text(config.hf_config.architectures, config.hf_text_config),
+        model=model_of(config, manager.server_args),
         dtype=manager.kv_cache_dtype_str,
         page_tokens=manager.kv_args.page_size,
         total_heads=1 if manager.is_mla_backend else config.get_total_num_kv_heads(),
@@ -32,6 +32,11 @@ def rank_of(manager: Any) -> Rank:
         number=int(data_rank or 0) * manager.attn_tp_size + manager.attn_tp_rank,
         gpu=manager.kv_args.gpu_id if get_device().device.startswith("cuda") else None,
     )
+
+
+def model_now(manager: Any) -> str:
+    """Returns the identity of the model of this CommonKVManager's process, which may have changed."""
+    return model_of(ModelConfig.from_server_args(manager.server_args), manager.server_args)
 
 
 def _refuse_unsupported(manager: Any) -> None:

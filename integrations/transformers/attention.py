@@ -93,14 +93,11 @@ def by_group(each: list[Any]) -> Any:
     return each if len(each) > 1 else each[0]
 
 
-def layouts_of(
-    caches: Sequence[AttentionCache], cache_tensor: Any, config: Any, model: str
-) -> list[KVLayout]:
+def layouts_of(caches: Sequence[AttentionCache], cache_tensor: Any, model: str) -> list[KVLayout]:
     """Returns the layout of each cache: per block, per layer, K of all slots, then V of all slots. Raises ConfigError.
 
-    The window is in the text that both ends must share, so that rings of different sizes are refused.
+    The window is in the dtype, which both ends must share, so that rings of different sizes are refused.
     """
-    model = model or config.model_type
     num_bytes = cache_tensor.numel() * cache_tensor.element_size()
     return [_layout(cache, num_bytes, model) for cache in caches]
 
@@ -117,7 +114,7 @@ def _layout(cache: AttentionCache, num_bytes: int, model: str) -> KVLayout:
             num_blocks=num_bytes // allocator.bytes_per_block,
             block_tokens=allocator.tokens_per_page,
             dtype=str(dtype).removeprefix("torch."),
-            model=model if cache.window is None else f"{model}, sliding window of {cache.window} tokens",
+            model=model,
         ),
         Order.CROSS_LAYER_NHD,
         Regions.ONE,
@@ -127,7 +124,8 @@ def _layout(cache: AttentionCache, num_bytes: int, model: str) -> KVLayout:
             [f"a block of K and V ({allocator.bytes_per_block} bytes, not {layout.block_bytes})"]
         )
     planes = tuple(replace(plane, layer=allocator.layer_indices[plane.layer]) for plane in layout.planes)
-    return replace(layout, planes=planes)
+    ring = f" in a ring of {cache.window} tokens" if cache.window is not None else ""
+    return replace(layout, planes=planes, dtype=layout.dtype + ring)
 
 
 def _check_slots(cache: AttentionCache) -> None:

@@ -24,6 +24,7 @@ from .hooks import Hooks
 from .incoming import Incoming, Landed
 from .jobs import Job
 from .limits import checked_count, checked_eos
+from .loaded_model import LoadedModel
 from .memory import pool_of
 from .moving import Moving
 from .outgoing import Outgoing
@@ -60,8 +61,8 @@ class KVLinkHandoff:
     restarted after `stop(keep_for_next_session=True)`; otherwise close this object first. An empty cache on a CPU moves
     into memory that peers on the host may map.
 
-    `worker_id`, `coordinator`, `transports` and `config` are those of `kvlink.Worker`. `model` is free text that both
-    ends must share, such as name and revision; if empty, it is the architecture's name.
+    `worker_id`, `coordinator`, `transports` and `config` are those of `kvlink.Worker`. Both ends must have the same
+    weights and configuration, which are read from the loaded model. `model` is free text that they must share as well.
 
     Raises ConfigError, naming what is missing, for versions and models that do not support handoffs.
     """
@@ -77,15 +78,17 @@ class KVLinkHandoff:
         config: WorkerConfig | None = None,
     ) -> None:
         self._batching = Batching(manager)
-        cache, config_of_model = self._batching.cache, manager.model.config.get_text_config()
-        layouts = layouts_of(self._batching.attention, cache.cache_tensor, config_of_model, model)
+        config = config or WorkerConfig.from_env()
+        self._model = LoadedModel(manager.model, model, config.same_model)
+        cache = self._batching.cache
+        layouts = layouts_of(self._batching.attention, cache.cache_tensor, self._model.text)
         self._refusing, self._num_refused = threading.Lock(), 0
         self._closing, self._closed = threading.Lock(), False
         with ExitStack() as opened:
             with self._batching.paused():
                 pool = pool_of(cache, layouts)
             # One thread starts all pulls and completes them, so none of them may block it.
-            config = replace(config or WorkerConfig.from_env(), inline_us=0)
+            config = replace(config, inline_us=0)
             self.worker = opened.enter_context(
                 Worker(pool, worker_id, coordinator=coordinator, transports=transports, config=config)
             )
@@ -122,6 +125,7 @@ class KVLinkHandoff:
         The future gives the Handoff, or a TransferError with the reason. The manager's own results do not include the
         request. Raises ConfigError, and starts nothing, for a prompt that does not fit the cache or an id in use.
         """
+        self._follow_model()
         return self._outgoing.prefill(prompt, request_id, logit_processor_kwargs)
 
     def submit(
@@ -143,6 +147,7 @@ class KVLinkHandoff:
         and starts nothing, for a handoff that is malformed or does not match its ticket, for prompt and max_new_tokens
         that do not fit the cache, and for a request_id that already runs here.
         """
+        self._follow_model()
         try:
             if not isinstance(handoff, Handoff):
                 raise ConfigError(
@@ -175,6 +180,7 @@ class KVLinkHandoff:
         The manager reports the request as failed, with the word "moved". If the future raises TransferError, the
         request was not touched: it has ended here, or has no token yet. Raises ConfigError.
         """
+        self._follow_model()
         return self._moving.move(request_id)
 
     def share(self, source: str | Sequence[int]) -> Future[Prefix]:
@@ -184,6 +190,7 @@ class KVLinkHandoff:
         which `fetch` copies nothing. It raises TransferError for a request that does not run here, and if nothing is
         cached of given tokens. Raises ConfigError for a cache that keeps no prefixes.
         """
+        self._follow_model()
         return self._moving.share(source)
 
     def fetch(self, prefix: Prefix) -> Future[int]:
@@ -193,7 +200,13 @@ class KVLinkHandoff:
         KVLinkError. Cached blocks may be evicted again. Raises ConfigError, and starts nothing, for a prefix that is
         malformed or does not match its ticket, and for a cache that keeps no prefixes.
         """
+        self._follow_model()
         return self._fetching.fetch(prefix)
+
+    def _follow_model(self) -> None:
+        """Changes the identity of the cache if the program has loaded other weights."""
+        if self._model.changed():
+            self.worker.pool.model.change(self._model.text)
 
     def abort(self, handoff: Handoff | Prefix) -> None:
         """Ends an offer of this process and frees its blocks. Raises UnknownRequest and ConfigError."""

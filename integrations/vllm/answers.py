@@ -90,6 +90,7 @@ class Answers:
             prompt=digests[-1].hex(),
             ttl_s=self._ttl_s,
             digests=PrefixDigests.of(digests),
+            model=own.model,
         )
 
     def forward(self, ranks: Sequence[RankInfo], commands: StepCommands) -> None:

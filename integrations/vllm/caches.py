@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvlink.errors import ConfigError
@@ -60,9 +60,14 @@ class Rank:
 
 
 def caches_of(
-    tensors: Tensors, layer_groups: Sequence[LayerGroup], num_blocks: int, rank: Rank, model: str
+    tensors: Tensors,
+    layer_groups: Sequence[LayerGroup],
+    num_blocks: int,
+    rank: Rank,
+    model: str,
+    page_format: str = "",
 ) -> Caches:
-    """Describes the caches of the layers that are transferred.
+    """Describes the caches of the layers that are transferred. `page_format` says what dtype and shape do not.
 
     `tensors` has, by layer, tensors of [blocks, heads, tokens, K and V of one head], with strides in any order, or for
     states [blocks, 1, 1, bytes]. The scheduler's `num_blocks` may be cut into smaller ones of the kernels. Layers
@@ -90,6 +95,8 @@ def caches_of(
             groups.append(CacheGroup(len(added), 0, 1, 1))
         layouts += added
     used = zip(storages.tensors, region_bytes(layouts), strict=True)
+    if page_format:
+        layouts = [replace(layout, dtype=f"{layout.dtype} {page_format}") for layout in layouts]
     pool = BlockPool.from_tensors([storage[:num_bytes] for storage, num_bytes in used], layouts)
     return Caches(pool, tuple(groups))
 

@@ -30,8 +30,8 @@ from .engine_config import (
     launched,
     model_of,
     number_of,
+    page_format_of,
     rank_of,
-    scope_of,
     states_of,
     window_of,
 )
@@ -46,6 +46,7 @@ from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
 from .turns import Turns
 from .unsupported import check_bidirectional, check_supported
+from .weight_changes import watch_weights
 from .worker import WorkerSide
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -68,6 +69,8 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._tensors: dict[str, Any] = {}
+        self._weights = ""
+        """Stands for the weights, once they were changed in memory."""
         self._rank_infos: dict[int, RankInfo] = {}
         self._woken: dict[int, RankInfo] = {}
         if role is KVConnectorRole.SCHEDULER:
@@ -85,9 +88,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 grows=[grows(group) for group in kv_cache_config.transfer_groups],
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
-                turns=Turns.of(
-                    self._settings, announcements, lambda: scope_of(vllm_config, kv_cache_config, self._rank)
-                ),
+                turns=Turns.of(self._settings, announcements),
             )
 
     # The following methods run in the worker's process.
@@ -97,6 +98,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if has_kv_transfer_group():
             check_others(self, get_kv_transfer_group())
         self._tensors = kv_caches
+        watch_weights(self)
         if not self._vllm_config.use_v2_model_runner:
             from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # which this process runs
 
@@ -112,11 +114,23 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for group in self._kv_cache_config.transfer_groups
         ]
         device = next(iter(self._tensors.values())).device.type
-        model = model_of(self._vllm_config, self._kv_cache_config, device)
-        caches = caches_of(self._tensors, groups, self._kv_cache_config.num_blocks, self._rank, model)
+        pages = page_format_of(self._vllm_config, self._kv_cache_config, device)
+        num_blocks = self._kv_cache_config.num_blocks
+        caches = caches_of(self._tensors, groups, num_blocks, self._rank, self._model(), pages)
         options = self._settings.worker.of_worker(number_of(self._vllm_config, self._rank))
         self._worker = WorkerSide(f"{self._engine_id}-{self._rank.tp_rank}", caches, options)
         self._woken = {self._rank.tp_rank: self._worker.rank_info}
+
+    def _model(self) -> str:
+        groups = self._kv_cache_config.transfer_groups
+        return model_of(self._vllm_config, self._settings.worker.same_model, self._weights, groups)
+
+    def weights_changed(self, weights: str) -> None:
+        """Goes on with weights that were changed in memory. `weights` is their fingerprint, see `live_weights`."""
+        self._weights = weights
+        if self._worker is not None:
+            self._worker.model_changed(self._model())
+            self._woken = {self._rank.tp_rank: self._worker.rank_info}
 
     def unregister_kv_caches(self) -> None:
         """Prepares for sleep: afterwards nothing accesses the caches. Idempotent."""

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvlink.transfer.device_work import DeviceWork
 
-from ..models import model_text
+from ..models import model_text, unknown, weights_text
 from .caches import Rank
 from .page_format import page_format
 from .settings import Settings
@@ -59,10 +57,30 @@ def number_of(vllm_config: Any, rank: Rank) -> int:
     return int(vllm_config.parallel_config.data_parallel_index) * rank.tp_size + rank.tp_rank
 
 
-def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
-    """Returns a text of what two servers must agree on beside the layouts: model, groups, and format of the pages."""
-    config = vllm_config.model_config.hf_text_config
-    groups = kv_cache_config.transfer_groups
+def model_of(vllm_config: Any, same: str, weights: str = "", groups: Sequence[Any] = ()) -> str:
+    """Returns the identity of the model, see `model_text`. `weights` stands for weights that changed in memory."""
+    model, config = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    load_format = getattr(vllm_config.load_config, "load_format", "auto")
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        weights = unknown()  # each server has scales of its own
+    return model_text(
+        getattr(config, "architectures", None),
+        config,
+        name=str(model.model),
+        revision=str(model.revision or ""),
+        load_format=str(getattr(load_format, "value", load_format)),
+        weights=weights,
+        same=same,
+        quantization=str(model.quantization or ""),
+        dtype=str(model.dtype).removeprefix("torch."),
+        draft=None if draft is None else weights_text(str(draft.model), str(draft.revision or "")),
+        groups="+".join(str(len(group.layer_names)) for group in groups),
+    )
+
+
+def page_format_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
+    """Returns what two servers must agree on to read each other's pages, beside dtype and shape."""
     cache_dtype = vllm_config.cache_config.cache_dtype
     fp8 = (
         str(current_platform.fp8_dtype()).removeprefix("torch.") if is_quantized_kv_cache(cache_dtype) else ""
@@ -73,30 +91,11 @@ def model_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
 
         kernels = {
             _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
-            for group in groups
+            for group in kv_cache_config.transfer_groups
             for spec in iter_layer_specs(group.kv_cache_spec)
             if isinstance(spec, SERVED)
         }
-    return " ".join(
-        [
-            model_text(getattr(config, "architectures", None), config),
-            "groups=" + "+".join(str(len(group.layer_names)) for group in groups),
-            *page_format(cache_dtype, fp8, kernels),
-        ]
-    )
-
-
-def scope_of(vllm_config: Any, kv_cache_config: Any, rank: Rank) -> bytes:
-    """Returns 16 bytes that are equal for servers that may exchange prefixes.
-
-    Beside what `model_of` says, the servers must have been started with the same name and revision of the model, which
-    stand for its weights.
-    """
-    model = vllm_config.model_config
-    names = [str(getattr(model, name, None)) for name in ("model", "revision", "quantization", "dtype")]
-    device = str(getattr(vllm_config.device_config, "device_type", ""))
-    text = json.dumps([*names, rank.total_heads, model_of(vllm_config, kv_cache_config, device)])
-    return hashlib.sha256(b"kvlink vllm 1" + text.encode()).digest()[:16]
+    return " ".join(page_format(cache_dtype, fp8, kernels))
 
 
 def states_of(group: Any) -> States | None:

@@ -58,6 +58,10 @@ class RankInfo:
     """By cache group, the number of these blocks in one of the scheduler's."""
     token_units: tuple[int, ...]
     """By cache group, the `CacheGroup.token_unit`."""
+    model: int = 0
+    """The 8 bytes of the model's identity, which tickets carry."""
+    scope: bytes = b""
+    """16 bytes that are equal for servers that may exchange prefixes, see `kvlink.layout.scope`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class Handoff:
     """The span of its offer."""
     digests: PrefixDigests | None = None
     """Those of an answer that decode offers to the next turn."""
+    model: int = 0
+    """The 8 bytes of the identity of the model that computed it."""
 
     @property
     def soft(self) -> bool:
@@ -147,6 +153,7 @@ class Handoff:
             ttl_s=self.ttl_s,
             trace=self.trace,
             digests=self.digests,
+            model=self.model,
         )
         keys = _keys()
         return keys.sign(ticket) if keys else ticket
@@ -314,5 +321,5 @@ def _parse(given: Mapping[str, Any]) -> Handoff:
         raise ValueError("a request id that no server writes")
     return Handoff(
         first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
-        first.trace, first.digests,
+        first.trace, first.digests, first.model,
     )  # fmt: skip

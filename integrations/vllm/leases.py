@@ -109,6 +109,11 @@ class Leases:
         self._ending.discard(request_id)
         return True
 
+    def retire_all(self, request_ids: Iterable[str] | None = None) -> None:
+        """Ends these leases, by default all. Their events follow."""
+        for request_id in list(self._held | self._out if request_ids is None else request_ids):
+            self.retire(request_id)
+
     def computed(self, written: Mapping[str, int], launched: Callable[[], DeviceWork | None]) -> None:
         """Lets readers of `written` continue once the step's launched kernels have run. None: they have run."""
         try:

@@ -136,6 +136,12 @@ class Loads:
         if loading is not None and not loading.complete and loading.error is None:
             loading.error = StaleBlocks(why)
 
+    def fail_all(self, why: str) -> None:
+        """Lets every load end as failed."""
+        for loading in self._loading.values():
+            with self._guard.around("cut", loading.load.request_id):
+                loading.fail(StaleBlocks(why))
+
     def wait(self, timeout_s: float) -> None:
         """Waits until all have ended, for at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s

@@ -19,7 +19,7 @@ from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQ
 from kvlink.control.values import WorkerEpoch
 from kvlink.errors import KVLinkError
 
-from .handoff import KEY, Handoff, Owner
+from .handoff import KEY, Handoff, Owner, RankInfo
 
 _FIND_S = 0.2
 """A request waits no longer for the directory."""
@@ -30,13 +30,11 @@ class PeerPrefixes:
     """The prefixes that servers share. Safe from any thread.
 
     coordinator: host:port, or several with commas; each has a directory of its own.
-    scope: 16 bytes that are equal for servers that may exchange prefixes.
     most: how many prefixes have a lease at once; the lease of a further one ends the oldest.
     """
 
-    def __init__(self, coordinator: str, scope: bytes, most: int) -> None:
+    def __init__(self, coordinator: str, most: int) -> None:
         self._coordinator = coordinator
-        self._scope = scope
         self._most = most
         self._control = ControlThread.shared()
         self._owner: Owner | None = None
@@ -44,14 +42,17 @@ class PeerPrefixes:
         self._asking: CoordinatorClient | None = None
         self._publishers: list[tuple[CoordinatorClient, PrefixPublisher, Future[None]]] = []
 
-    def publish(self, handoff: Handoff) -> str:
-        """Publishes a soft handoff until its time is over or `withdraw`. Returns one that ended for it, or ""."""
+    def publish(self, handoff: Handoff, scope: bytes) -> str:
+        """Publishes a soft handoff until its time is over or `withdraw`. Returns one that ended for it, or "".
+
+        scope: the 16 bytes of RankInfo.
+        """
         assert handoff.digests is not None
         digests, self._owner = handoff.digests, handoff.owners[0]
         keys = b"".join(digests[index][:KEY_BYTES] for index in range(len(digests)))
         ticket = json.dumps({KEY: handoff.to_params()}).encode()
         span = handoff.num_tokens // len(digests)
-        prefix = Prefix(handoff.request_id, handoff.ttl_s, 0, 1, self._scope, span, keys, ticket)
+        prefix = Prefix(handoff.request_id, handoff.ttl_s, 0, 1, scope, span, keys, ticket)
         self._live[handoff.request_id] = None
         self._later(self._publish, prefix, time.monotonic() + handoff.ttl_s)
         if len(self._live) <= self._most:
@@ -66,12 +67,17 @@ class PeerPrefixes:
             del self._live[request_id]
             self._later(self._withdraw, request_id)
 
+    def withdraw_all(self) -> None:
+        """Withdraws all prefixes."""
+        for request_id in list(self._live):
+            self.withdraw(request_id)
+
     def find(
-        self, digests: Sequence[bytes], span: int, own_tokens: int, reader: str
+        self, digests: Sequence[bytes], span: int, own_tokens: int, own: RankInfo
     ) -> Future[list[FoundPrefix]]:
-        """Asks for a server that has more than `own_tokens` tokens of a prompt. `reader` is a worker of this one."""
+        """Asks for a server that has more than `own_tokens` tokens of a prompt. `own` is a worker of this one."""
         keys = b"".join(digest[:KEY_BYTES] for digest in digests)
-        query = PrefixQuery(self._scope, span, keys, own_tokens // span, 1, reader)
+        query = PrefixQuery(own.scope, span, keys, own_tokens // span, 1, own.owner.worker_id)
         return self._control.submit(self._find(query))
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class PrefixLookups:
         most = min(int(request.num_prompt_tokens) - 1, MOST_DIGESTS * span) // span * span
         if most > num_computed:
             digests = prefix_digests(request, most, span)
-            self._asked[request_id] = self._peers.find(digests, span, num_computed, own.owner.worker_id)
+            self._asked[request_id] = self._peers.find(digests, span, num_computed, own)
 
     def is_asking(self, request_id: str) -> bool:
         """Returns whether the answer is not there yet."""

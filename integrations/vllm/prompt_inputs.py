@@ -11,12 +11,15 @@ from typing import Any
 
 from kvlink.errors import ConfigError
 
+from ..models import Adapters
+
+_adapters = Adapters()
+
 
 def features_of(request: Any, num_tokens: int) -> list[str]:
     """Returns the names for the first `num_tokens` tokens of one of vLLM's requests.
 
-    A medium has vLLM's hash of its content, and its place. An adapter has its name and the last part of its path, which
-    tells versions apart, because servers may keep adapters in different folders.
+    A medium has vLLM's hash of its content, and its place. An adapter has that of its files, not its name.
     """
     names = [
         json.dumps([feature.modality, place.offset, place.length, str(feature.identifier)])
@@ -25,8 +28,7 @@ def features_of(request: Any, num_tokens: int) -> list[str]:
     ]
     adapter = request.lora_request
     if adapter is not None:
-        last = str(adapter.lora_path).rstrip("/").rpartition("/")[2]
-        names.append(json.dumps(["lora", str(adapter.lora_name), last]))
+        names.append(json.dumps(["lora", _adapters.text(adapter.lora_int_id, str(adapter.lora_path or ""))]))
     return names
 
 

@@ -11,6 +11,7 @@ get new content, and those of a reset, which vLLM reports to its caller.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -81,6 +82,8 @@ class SchedulerSide:
         self._may_send = may_send
         self._announcements = announcements
         self._ranks: tuple[RankInfo, ...] = ()
+        self._changed_at = 0.0
+        """When the weights were changed, as seconds since 1970. What arrived before is not offered to others."""
         self._seats: dict[str, tuple[LeaseSeat, ...]] = {}
         self._commands = StepCommands()
         self._traces = Traces()
@@ -107,7 +110,10 @@ class SchedulerSide:
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Stores the workers of this server, by tensor-parallel rank."""
-        self._ranks = tuple(ranks)
+        before, self._ranks = self._ranks, tuple(ranks)
+        if before and self._ranks and before[0].model != self._ranks[0].model:
+            self._changed_at = time.time()
+            self.turns.model_changed()
         self.incoming.layout = self._ranks[0] if self._ranks else None
 
     def arrived(self, request: Any) -> None:
@@ -213,6 +219,7 @@ class SchedulerSide:
     def _finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         seats, selected = self._seats.get(request_id), self._select(blocks)
+        complete = complete and getattr(request, "arrival_time", self._changed_at) >= self._changed_at
         if seats is None:
             return False, self.turns.ended(
                 request, selected, self._engine_id, self._ranks, self._commands, complete=complete
@@ -284,6 +291,7 @@ class SchedulerSide:
             self.turns.withdraw_ended()
         commands, self._commands = self._commands, StepCommands()
         commands.idle = idle
+        commands.model = self._ranks[0].model if self._ranks else 0
         self.incoming.stepped(idle=idle)
         return commands
 
@@ -383,6 +391,7 @@ class SchedulerSide:
             prompt=prompt,
             ttl_s=self._lease_s,
             trace=self._traces.of(request, self._ranks[0].owner.worker_id),
+            model=self._ranks[0].model,
         )
 
     def _digest(self, request: Any, num_tokens: int) -> str:

@@ -77,5 +77,7 @@ class StepCommands:
     """Loads in parts that end now, with the reasons."""
     written: dict[str, int] = field(default_factory=dict)
     """Requests that are read while they are computed, with their number of blocks written after this step."""
+    model: int = 0
+    """The 8 bytes of the model that the tickets of this step name. 0: not known."""
     idle: bool = False
     """True if the step computes nothing, so that the engine would sleep a millisecond after it."""

@@ -48,14 +48,14 @@ class Turns:
         self.earlier = EarlierTurns(self._counts, announcements, self.lookups) if seats is not None else None
 
     @classmethod
-    def of(cls, settings: Settings, announcements: Announcements | None, scope: Callable[[], bytes]) -> Turns:
-        """Returns what the settings turn on. `scope` is that of PeerPrefixes."""
+    def of(cls, settings: Settings, announcements: Announcements | None) -> Turns:
+        """Returns what the settings turn on."""
         if not settings.offers_softly:
             return cls()
         first, num_slots = settings.pinning_slots + 1, settings.worker.lease_slots - settings.pinning_slots
         peers = None
         if settings.share_prefixes:
-            peers = PeerPrefixes(settings.worker.coordinator, scope(), num_slots)
+            peers = PeerPrefixes(settings.worker.coordinator, num_slots)
         seats = SharedSeats(first, num_slots)
         return cls(seats, settings.answer_s, announcements, bidirectional=settings.bidirectional, peers=peers)
 
@@ -88,6 +88,11 @@ class Turns:
         """Tells the workers which offered blocks get new content in the step that was scheduled."""
         if self.answers is not None:
             self.answers.forward(ranks, commands)
+
+    def model_changed(self) -> None:
+        """Withdraws what was published: it belongs to the model before."""
+        if self._peers is not None:
+            self._peers.withdraw_all()
 
     def withdraw_ended(self) -> None:
         """Removes shared prefixes that lost a block from the directories."""
@@ -147,7 +152,7 @@ class Turns:
             return
         self.step_began(0)
         handoff = self.answers.offer(request, groups[0], ranks, commands, shared=True)
-        if handoff is not None and (ended := self._peers.publish(handoff)):
+        if handoff is not None and (ended := self._peers.publish(handoff, ranks[0].scope)):
             self.answers.forget(ended)
 
     def close(self) -> None:

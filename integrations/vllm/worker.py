@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import KVLinkError
+from kvlink.layout.scope import cache_scope
 
 from ..request_guard import RequestGuard
 from .caches import Caches
@@ -55,6 +57,8 @@ class WorkerSide:
             tuple(group.block_tokens for group in caches.groups),
             tuple(group.kernel_blocks for group in caches.groups),
             tuple(group.token_unit for group in caches.groups),
+            caches.pool.model.number,
+            cache_scope(caches.pool.groups, caches.pool.model),
         )
         self._loads = Loads(self._worker, caches, self._stats, self.guard)
         self._begun: StepCommands | None = None
@@ -84,7 +88,7 @@ class WorkerSide:
         """
         if commands is self._begun:
             return
-        for lease in commands.offered:
+        for lease in commands.offered if self._is_current(commands) else ():
             blocks = lease.blocks if self._num_layouts == 1 else [lease.blocks] * self._num_layouts
             try:
                 self._worker.grant_soft_at(lease.seat, blocks, ttl_s=lease.ttl_s)
@@ -106,6 +110,8 @@ class WorkerSide:
         after = functools.cache(launched)
         self._leases.withdraw(commands.withdrawn)
         self._leases.grant(commands.granted, commands.written)
+        if not self._is_current(commands):
+            self._leases.retire_all(commands.granted)
         for request_id, handed_off in commands.handed_off.items():
             self._leases.hand_off(request_id, handed_off)
         for request_id in commands.retired:
@@ -118,6 +124,23 @@ class WorkerSide:
         for request_id, why in commands.cut.items():
             self._loads.cut(request_id, why)
         self._leases.publish()
+
+    def model_changed(self, text: str) -> None:
+        """Goes on as another model: what was prefilled or is being pulled belongs to the model before."""
+        model, before = self._worker.pool.model, self._worker.pool.model.number
+        model.change(text)
+        if model.number == before:
+            return
+        _log.warning("the weights were changed: the model is now %s", text)
+        self.rank_info = replace(
+            self.rank_info, model=model.number, scope=cache_scope(self._caches.pool.groups, model)
+        )
+        self._leases.retire_all()
+        self._loads.fail_all("the weights of this server were changed")
+
+    def _is_current(self, commands: StepCommands) -> bool:
+        """Returns whether the scheduler knew the present model when it wrote its tickets."""
+        return commands.model in (0, self.rank_info.model)
 
     def computed(self, written: Mapping[str, int], launched: Launched = lambda: None) -> None:
         """Lets readers of `written` continue once the step's launched kernels have run. None: they have run."""

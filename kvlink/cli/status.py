@@ -16,6 +16,7 @@ from kvlink.control.overview import WorkerView
 from kvlink.control.values import CoordinatorStatus
 from kvlink.coordinator.coordinator import DEFAULT_PORT
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
+from kvlink.layout.model_identity import model_labels
 from kvlink.monitoring.fleet_view import plain, worker_row
 from kvlink.types import WorkerCard
 
@@ -60,7 +61,7 @@ async def _ask(address: str, as_json: bool, limit: int) -> tuple[CoordinatorStat
             stats = {}
         else:
             stats = {row["agent"]: row for row in plain(status, overview)["workers"]}
-    cards.sort(key=lambda card: card.worker_id)
+    cards.sort(key=lambda card: (_model(card), card.worker_id))
     return status, [_row(card, stats.get(card.agent, {}), as_json) for card in cards]
 
 
@@ -108,6 +109,7 @@ def _row(card: WorkerCard, stats: Mapping[str, Any], as_json: bool) -> Row:
             "epoch": card.epoch,
             "agent": card.agent,
             "pid": card.host.pid,
+            "model": card.layouts[0].model,
             "draining": card.draining,
             "pool_bytes": pool_bytes,
             "transports": transports,
@@ -116,7 +118,13 @@ def _row(card: WorkerCard, stats: Mapping[str, Any], as_json: bool) -> Row:
             "leases": stats.get("leases") or None,
         }
     shown = _shown(card, transports, pool_bytes, stats)
-    return shown | {"pid": str(card.host.pid), "refused": refused}
+    return shown | {"model": _model(card), "pid": str(card.host.pid), "refused": refused}
+
+
+def _model(card: WorkerCard) -> str:
+    """Returns the 8 bytes of the model's identity and its name, by which the table is sorted."""
+    labels = model_labels(card.layouts[0].model)
+    return " ".join(filter(None, (labels["model_id"], labels["name"])))
 
 
 def _shown(

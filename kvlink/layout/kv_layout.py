@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvlink.errors import ConfigError
+from kvlink.layout.model_identity import model_id
 from kvlink.layout.sharding import check_share, heads_of
 from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
 
@@ -28,7 +29,10 @@ class KVLayout:
     """
 
     model: str
-    """Free text that must be the same at both ends. An empty text is not compared."""
+    """Free text that must be the same at both ends. An empty text is not compared.
+
+    A reader whose text is an identity compares it with each ticket instead, see kvlink.layout.model_identity.
+    """
     dtype: str
     block_tokens: int
     total_heads: int
@@ -144,7 +148,7 @@ class KVLayout:
         """
         for name in ("model", "dtype", "row_bytes", "total_heads", "total_layers", "is_state"):
             ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs and (name != "model" or (ours and theirs)):
+            if ours != theirs and (name != "model" or (ours and theirs and not model_id(ours))):
                 return f"{name} differs: {ours!r} here, {theirs!r} there"
         own, others = (each.planes_of(common_layers(self, other)) for each in (self, other))
         if len(own) != len(others):

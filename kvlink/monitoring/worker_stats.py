@@ -54,6 +54,8 @@ class WorkerStats:
     """Prefixes that are published now."""
     prefix_lookups: Mapping[str, int] = field(default_factory=dict)
     """Counts lookups of prefixes by outcome."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The models of the connected owners by worker, and of this worker's own pool as ""."""
 
 
 class StatsSource(Protocol):

@@ -18,6 +18,7 @@ from kvlink.errors import (
     UnknownRequest,
 )
 from kvlink.layout import GroupsAssignment, rank_of
+from kvlink.layout.model_identity import PoolModel
 from kvlink.transfer.engine import Connection
 from kvlink.transfer.planners import Planner
 from kvlink.types import WorkerCard
@@ -105,6 +106,8 @@ class Peer:
     bounces_at: tuple[str, ...]
     is_fallback: bool = False
     """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
+    model: PoolModel = field(default_factory=PoolModel)
+    """The model of this reader's own pool."""
     is_alone: bool = field(init=False)
     """Whether this reader takes nothing from other ranks of that server."""
     planner: Planner | None = field(init=False)  # every pull uses these

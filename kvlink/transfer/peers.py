@@ -210,6 +210,7 @@ class Peers:
             tuple(refused),
             tuple(left_out),
             bounces_at,
+            model=self.engine.pool.model,
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:

@@ -15,6 +15,7 @@ from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import CudaDriver, Driver, Placement, placed
 from kvlink.layout import Context, KVLayout, Pipeline
 from kvlink.layout.groups import checked_groups, region_bytes
+from kvlink.layout.model_identity import PoolModel
 from kvlink.transfer.axes import layout_of, named_shapes
 from kvlink.transfer.tensor_check import check_tensors
 from kvlink.transfer.tensors import views_of
@@ -49,6 +50,7 @@ class BlockPool:
         """The layout of each cache group."""
         self.layout = self.groups[0]
         """The layout, or that of the first cache group."""
+        self.model = PoolModel(self.layout.model)
         self.regions = tuple(regions)
         if len({region.gpu for region in regions}) > 1:
             raise ConfigError(

@@ -47,7 +47,8 @@ def start(
 ) -> _core.Pull | None:
     """Starts reading from one owner. Returns None if its connection is broken. Raises ConfigError."""
     seats, planner = ticket.seats, peer.planner
-    words = seats[0] if settle and len(seats) == peer.num_seats == 1 else lease_words(ticket, peer, settle)
+    plain = settle and len(seats) == peer.num_seats == 1 and ticket.model == peer.model.number
+    words = seats[0] if plain else lease_words(ticket, peer, settle)
     if planner is None or ticket.ready_unit is _TOKENS:
         rows = _rows(peer, ticket, into, tokens, layers)
         return peer.connection.pull_groups(rows, words, stream_of(peer, ticket), ticket.num_tokens, timeout_s)
@@ -121,11 +122,18 @@ def layers_read(layers: tuple[int, int], peer: Peer, ticket: Ticket) -> tuple[in
     return min(first, peer.end_layer), min(end, peer.end_layer)
 
 
-def lease_words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> Words:
-    """Returns the words of this rank's seat. Raises ConfigError without a seat.
+def lease_words(ticket: Ticket, peer: Peer, settle: bool) -> Words:
+    """Returns the words of this rank's seat. Every read takes them first.
 
-    A soft ticket has one seat for all ranks, which csrc/lease/lease_words.h marks by SHARED_SEAT.
+    Raises ConfigError without a seat, and LayoutMismatch for the cache of another model.
     """
+    if ticket.model != peer.model.number and peer.model.number:
+        raise peer.model.refuse(ticket.model, ticket.worker_id, peer.card.layouts[0].model)
+    return _words(ticket, peer, settle)
+
+
+def _words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -> Words:
+    """Returns the words of a seat. A soft ticket has one for all ranks, see SHARED_SEAT in csrc/lease/lease_words.h."""
     seats = ticket.seats
     if seats[0].settle_nonce == SHARED_SEAT:
         return seats[0].slot, seats[0].nonce, SHARED_SEAT
@@ -141,7 +149,7 @@ def lease_words(ticket: Ticket, reader: Peer | GroupsAssignment, settle: bool) -
 
 def settle_args(ticket: Ticket, assignment: GroupsAssignment) -> tuple[int, int]:
     """Returns the slot of this rank, and the value that settles it. Raises ConfigError if there is no such seat."""
-    slot, _, value = lease_words(ticket, assignment, True)
+    slot, _, value = _words(ticket, assignment, True)
     return slot, value
 
 

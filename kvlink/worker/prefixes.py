@@ -58,7 +58,7 @@ class SharedPrefixes(SoftLeases):
         """
         what = f"request {ticket.request_id}: publishing a prefix"
         self._membership.require_coordinator(what)
-        prefix = _prefix(ticket, cache_scope(self.pool.groups), ttl_s, what)
+        prefix = _prefix(ticket, cache_scope(self.pool.groups, self.pool.model), ttl_s, what)
         if (ticket.worker_id, ticket.epoch) != (self.card.worker_id, self.card.epoch):
             raise ConfigError(f"{what}: the ticket is of {ticket.worker_id}; its owner can publish it")
         core, seat = self._engine.core, ticket.seats[0]
@@ -96,7 +96,7 @@ class SharedPrefixes(SoftLeases):
                 f"finding a prefix: tokens_per_digest must be 1 or more and not {tokens_per_digest}, own_tokens 0 or "
                 f"more and not {own_tokens}, and most 1 to {MAX_FOUND} and not {most}"
             )
-        scope, limit_s = cache_scope(self.pool.groups), checked(timeout_s)
+        scope, limit_s = cache_scope(self.pool.groups, self.pool.model), checked(timeout_s)
         mine = digests[:MAX_PREFIX_KEYS]
         if len(mine) * tokens_per_digest <= own_tokens:
             nothing: Future[list[SharedPrefix]] = Future()

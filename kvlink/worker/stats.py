@@ -47,6 +47,10 @@ def gather(
         draining=membership.draining,
         prefixes=membership.num_prefixes,
         prefix_lookups=dict(membership.prefix_lookups),
+        models={
+            "": pool.model.text,
+            **{one.card.worker_id: one.card.layouts[0].model for one in peers.all()},
+        },
     )
 
 

@@ -83,7 +83,7 @@ class Worker(Relays):
         self._one_group = len(pool.groups) == 1
         self._timeout_s, self._pid = self.config.timeout_s, os.getpid()
         self._closed, self._closing = False, threading.RLock()
-        sign, self._checked = ticket_signing(self.config)
+        self._signing, self._checked = ticket_signing(self.config)
         offers, observer = spans.kinds()
         with ExitStack() as opened:
             self._control = ControlThread.shared()
@@ -100,7 +100,7 @@ class Worker(Relays):
                 "ended offer", self._membership.forget, request_id
             )
             self.offers.in_background = bound(self._in_background, what="waiting for the device")
-            self.offers.sign = sign
+            self.offers.sign = self._sign if pool.model.number else self._signing
             self._peers = Peers(self._engine, self._membership.directory)
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
@@ -167,6 +167,9 @@ class Worker(Relays):
 
     def _publish(self, ticket: Ticket) -> None:
         self._in_background(self._membership.publish(ticket), ticket.request_id, "publish")
+
+    def _sign(self, ticket: Ticket) -> Ticket:
+        return self._signing(replace(ticket, model=self.pool.model.number))
 
     def set_ready(self, offer: Ticket | str, ready: int) -> None:
         """Announces to streaming readers that `ready` units are written. Never decreases. Raises UnknownRequest.

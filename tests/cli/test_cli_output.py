@@ -22,6 +22,7 @@ from kvlink.cli.status import _row
 from kvlink.cli.tables import _table
 from kvlink.hardware.host_identity import this_host
 from kvlink.layout import Geometry, dense
+from kvlink.layout.model_identity import identity_text
 from kvlink.types import TransportCard, WorkerCard
 
 LOOKING = ("doctor", "topology", "config")
@@ -183,9 +184,12 @@ def test_ages(seconds: float, text: str) -> None:
 def test_status_says_when_a_worker_started_and_not_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = 1_795_590_548_997_790_078
     monkeypatch.setattr(time, "time", lambda: epoch / 1e9 + 7200)
-    layout = dense(Geometry(1, 1, 64, 8))
+    text = identity_text("a" * 16, {"weights": "1", "name": "/models/llama"})
+    layout = (dense(Geometry(1, 1, 64, 8, model=text)),)
     ways = (TransportCard("tcp", b"", (), b""),)
     card = WorkerCard("prefill-0", epoch, b"", "10.0.0.1:7", this_host(), layout, (1 << 27,), ways)
+    assert _row(card, {}, as_json=True)["model"] == text
+    assert _row(card, {}, as_json=False)["model"] == "a" * 16 + " /models/llama"
     text = shown(_table([_row(card, {}, as_json=False)], ""), 300)
     assert "2.0 h ago" in text
     assert "128 MiB" in text

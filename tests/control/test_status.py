@@ -17,6 +17,7 @@ from kvlink.control import CoordinatorClient
 from kvlink.control.values import CoordinatorStatus
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.layout.model_identity import identity_text
 
 NAMES = [f"w{number:05}" for number in range(10_000)]
 
@@ -49,7 +50,24 @@ async def test_rows_of_a_large_fleet_look_as_those_of_a_small_one() -> None:
     (_, whole), (_, first) = [await _ask(coordinator.address, False, limit) for limit in (0, 1)]
     await coordinator.close()
     assert {**first[0], "started": ""}.items() <= {**whole[0], "started": ""}.items()
-    assert set(whole[0]) - set(first[0]) == {"pid", "refused"}
+    assert set(whole[0]) - set(first[0]) == {"model", "pid", "refused"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_servers_of_a_model_stand_together(as_json: bool) -> None:
+    coordinator = await serving(3)
+    for number, digits in enumerate("bab"):
+        card = make_card(NAMES[number], process=number + 1)
+        text = identity_text(digits * 16, {"name": f"/models/{digits}"})
+        layouts = tuple(replace(layout, model=text) for layout in card.layouts)
+        await coordinator._store.join(
+            replace(card, agent=f"127.0.0.1:{number + 1}", layouts=layouts), rejoin=True
+        )
+    _, rows = await _ask(coordinator.address, as_json, 0)
+    await coordinator.close()
+    assert [row["worker"] for row in rows] == [NAMES[1], NAMES[0], NAMES[2]]
+    assert "a" * 16 in rows[0]["model"]
+    assert "/models/a" in rows[0]["model"]
 
 
 async def test_a_draining_worker_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ CHANGES: dict[str, Callable[[Ticket], Ticket]] = {
     "ranks": lambda ticket: replace(ticket, num_ranks=2),
     "time": lambda ticket: replace(ticket, ttl_s=3600.0),
     "names that run together": lambda ticket: replace(ticket, request_id="rp", worker_id="refill"),
+    "model": lambda ticket: replace(ticket, model=ticket.model + 1),
     "signature": lambda ticket: replace(ticket, signature=bytes(16)),
     "no signature": lambda ticket: replace(ticket, signature=b""),
 }

@@ -380,7 +380,7 @@ class ModelConfig(SimpleNamespace):
     """Describes a model with 4 KV heads."""
 
     hf_config = SimpleNamespace(architectures=["Tiny"])
-    hf_text_config = SimpleNamespace(num_hidden_layers=3)
+    hf_text_config = SimpleNamespace(num_hidden_layers=3, _name_or_path="tiny")
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> ModelConfig:

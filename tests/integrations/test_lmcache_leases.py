@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvlink.integrations.lmcache.pages import MOST_OBJECTS, Object, Pages, Wante
 from kvlink.integrations.lmcache.places import Places
 from kvlink.integrations.lmcache.reads import Reads
 from kvlink.integrations.lmcache.times import DEFAULT_S, read_timeout_s
+from kvlink.integrations.models import named_model
 
 HERE: Object = (8 * PAGE, 2 * PAGE)
 A, B = name(1), name(2)
@@ -250,12 +252,23 @@ def test_an_answer_is_what_was_written() -> None:
 def test_an_ask_is_what_was_written() -> None:
     wanted = [Wanted(0, PAGE), Wanted(PAGE, PAGE, A), Wanted(2 * PAGE, PAGE, ("ff", "other", 3, 1, "salt"))]
     ask = Ask("10.0.0.1:7600", PAGE, wanted)
-    assert Ask.from_bytes(ask.to_bytes(None), None) == ask
+    read = Ask.from_bytes(ask.to_bytes(None), None)
+    assert replace(read, models={}) == ask
+    assert read.models == {name: named_model(name) for name in (A[1], "other")}
 
 
 def ask_with(**changed: object) -> bytes:
     body: dict[str, object] = json.loads(Ask("r", PAGE, [Wanted(*HERE, A)]).to_bytes(None))
     return json.dumps(body | changed).encode()
+
+
+@pytest.mark.parametrize("models", [{A[1]: "0" * 16}, {}], ids=["another", "none"])
+def test_objects_of_another_model_under_the_same_name_are_refused(pair: Pair, models: dict[str, str]) -> None:
+    whole = Answer.from_bytes(pair.owner.grants.answer(ask_with()), "owner", 1)
+    assert not whole.refused
+    answer = Answer.from_bytes(pair.owner.grants.answer(ask_with(models=models)), "owner", 1)
+    assert answer.refused == {0}
+    assert pair.owner.grants.guard.counts["another model"] == 1
 
 
 BAD_ASKS = {
@@ -277,6 +290,8 @@ BAD_ASKS = {
     "more objects than an ask has": ask_with(objects=[[0, PAGE]] * (MOST_OBJECTS + 1)),
     "more owners than an ask has": ask_with(owners=[["m", 0, 0, ""]] * (MOST_OBJECTS + 1)),
     "more bytes than an ask has": b" " * (MOST_ASK_BYTES + 1),
+    "models that are none": ask_with(models=[]),
+    "a model without digits": ask_with(models={"m": 7}),
     "an owner that is none": ask_with(owners=[7]),
     "NUL": b"\0" * 8,
 }

@@ -58,8 +58,12 @@ frames = st.lists(
     st.one_of(
         st.binary(max_size=40),
         st.just(b""),
-        st.just(b'{"version": 2, "reader": "r", "page_bytes": 512, "owners": [], "objects": []}'),
-        st.just(b'{"version": 2, "reader": "r", "page_bytes": 512, "owners": [], "objects": [[0, 512]]}'),
+        st.just(
+            b'{"version": 3, "models": {}, "reader": "r", "page_bytes": 512, "owners": [], "objects": []}'
+        ),
+        st.just(
+            b'{"version": 3, "models": {}, "reader": "r", "page_bytes": 512, "owners": [], "objects": [[0, 512]]}'
+        ),
         st.just(b"[" * 50_000),
     ),
     max_size=5,

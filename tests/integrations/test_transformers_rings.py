@@ -55,7 +55,7 @@ class Cache:
         )
         self.caches = attention_caches(self.paged.cache_allocators)
         self.worker = Worker(
-            pool_of(self.paged, layouts_of(self.caches, self.paged.cache_tensor, config, "m")),
+            pool_of(self.paged, layouts_of(self.caches, self.paged.cache_tensor, "m")),
             name,
             config=WorkerConfig(transports="loopback", port=0, inline_us=0),
         )
@@ -176,7 +176,7 @@ def test_another_window_is_another_model(made: Any, model: str) -> None:
     prefill, decode = made(model, "p", window=WINDOW + PAGE), made(model, "d")
     compute(prefill, 10)
     decode.allocate(10)
-    with pytest.raises(LayoutMismatch, match=r"sliding window of 20 tokens' here, .* of 28 tokens' there"):
+    with pytest.raises(LayoutMismatch, match=r"ring of 20 tokens' here, .* of 28 tokens' there"):
         decode.pull(prefill.offer(10), 10)
 
 

@@ -158,7 +158,7 @@ def test_more_handoffs_than_blocks_wait_for_each_other(peers: Peers) -> None:
 @pytest.mark.parametrize("other", [False, True], ids=["window", "model"])
 def test_another_window_or_model_is_refused(peers: Peers, other: bool) -> None:
     """No token is given, because the first one is another model's."""
-    model, reasons = peers.model, "sliding window of 40 tokens|same sliding window"
+    model, reasons = peers.model, "in a ring of 40 tokens|same sliding window"
     if other:
         model, reasons = MODELS[1 - MODELS.index(model)], "the number of cache groups differs"
     with ExitStack() as ended:

@@ -137,7 +137,7 @@ def test_what_both_turns_have_in_common_is_pulled(
 def test_another_adapter_has_nothing_in_common(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     turn = next_turn(offered(decode, [3, 9, 1, 7]))
-    turn.lora_request = SimpleNamespace(lora_name="a", lora_path="/adapters/a")
+    turn.lora_request = SimpleNamespace(lora_name="a", lora_path="/adapters/a", lora_int_id=1)
     prefill.scheduler.arrived(turn)
     assert prefill.scheduler.num_matched(turn, 0) == (0, False)
     assert results(prefill) == {"nothing_in_common": 1}

@@ -18,6 +18,7 @@ from waiting import eventually
 
 from kvlink.integrations.vllm.encoder.items import KEY
 from kvlink.integrations.vllm.encoder.scheduler import OFFER
+from kvlink.layout.model_identity import identity_text, model_id
 from kvlink.ticket import Ticket
 
 
@@ -180,6 +181,36 @@ def test_servers_of_different_formats(field: dict[str, Any]) -> None:
         serves(reader, offered(encoder, "a"), "a")
         assert (reader.encoded, reader.pulls) == (["a"], 0)
         assert reader.counts["mismatch"] == 1
+
+
+MODELS = [identity_text(digit * 16, {"weights": digit, "name": "m"}) for digit in "ab"]
+
+
+def test_servers_of_another_model_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Its name is not compared with that of the format, which is a digest."""
+    formats = [dataclasses.replace(FORMAT, model=model, name=model[9:25]) for model in MODELS]
+    with (
+        EncoderServer("encoder", produces=True, format=formats[0]) as encoder,
+        EncoderServer("reader", consumes=True, format=formats[1]) as reader,
+    ):
+        params = offered(encoder, "a")
+        assert Ticket.from_text(params["a"][KEY]["ticket"]).model == model_id(MODELS[0])
+        serves(reader, params, "a")
+        assert (reader.encoded, reader.pulls) == (["a"], 0)
+    assert "weights is b here, and a there" in caplog.text
+
+
+def test_weights_that_change_end_the_sharing(servers: tuple[EncoderServer, EncoderServer]) -> None:
+    encoder, reader = servers
+    params = offered(encoder, "a")
+    for server in servers:
+        server.copies[0].is_outdated = True
+    assert encoder.answer(request("e-b", [image("b")])) == {}
+    for server in servers:
+        server.step()  # from here on, the scheduler knows
+    assert encoder.answer(request("e-a", [image("a")])) == {}
+    serves(reader, params, "a")
+    assert (reader.encoded, reader.pulls) == (["a"], 0)
 
 
 def test_the_ticket_of_another_image(servers: tuple[EncoderServer, EncoderServer]) -> None:

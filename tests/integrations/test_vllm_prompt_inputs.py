@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def image(identifier: str, offset: int = 1, length: int = 3, modality: str = "im
 
 
 def adapter(name: str, path: str = "/adapters/v1") -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path)
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
 
 
 def asked(*images: Any, lora: Any = None, name: str = "r", params: dict[str, Any] | None = None) -> Any:
@@ -71,25 +72,26 @@ def test_names_cannot_be_taken_for_each_other() -> None:
     assert digest(asked(image('a"]\0["image", 5, 3, "b'))) != digest(ONE)
 
 
-@pytest.mark.parametrize(
-    ("lora", "same"),
-    [
-        (adapter("x", "/elsewhere/v1"), True),
-        (adapter("x", "/adapters/v1/"), True),
-        (adapter("x", "/adapters/v2"), False),
-        (adapter("y"), False),
-        (None, False),
-    ],
-)
-def test_an_adapter_has_a_name_and_a_version(lora: Any, same: bool) -> None:
-    assert (digest(asked(lora=lora)) == digest(asked(lora=adapter("x")))) is same
+def test_an_adapter_is_its_content(tmp_path: Path) -> None:
+    """Whatever its name and its place. Without files, the path stands for it."""
+    for name, content in {"one": b"a", "two": b"b", "copy": b"a"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.bin").write_bytes(content)
+    one, two, copy = (
+        digest(asked(lora=adapter("x", str(tmp_path / name)))) for name in ("one", "two", "copy")
+    )
+    assert one == copy != two
+    assert digest(asked(lora=adapter("y", str(tmp_path / "one")))) == one
+    assert digest(asked(lora=adapter("x"))) == digest(asked(lora=adapter("y")))
+    assert digest(asked(lora=adapter("x", "/adapters/v2"))) != digest(asked(lora=adapter("x")))
+    assert digest(asked()) != one
 
 
 @pytest.mark.parametrize(
     ("prefilled", "asks"),
     [
         ({"images": [image("a")]}, {"images": [image("b")]}),
-        ({"lora": adapter("x")}, {"lora": adapter("y")}),
+        ({"lora": adapter("x")}, {"lora": adapter("x", "/adapters/v2")}),
         ({"lora": adapter("x")}, {}),
     ],
     ids=["images", "adapters", "no adapter"],

@@ -190,7 +190,7 @@ def test_nothing_is_pulled_before_the_time_of_a_prefill_is_known(coordinator: st
     "changes",
     [
         {"cache_salt": "theirs"},
-        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/x/a")},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/x/a", lora_int_id=1)},
         {"prompt_embeds": torch.zeros(1)},
     ],
 )

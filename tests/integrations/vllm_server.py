@@ -125,7 +125,7 @@ class Server:
     def _turns(self, announced: Announcements | None) -> Turns | None:
         if not self.answer_s and not self.shares:
             return None
-        peers = PeerPrefixes(self.coordinator, self.model.encode().ljust(16), 3) if self.shares else None
+        peers = PeerPrefixes(self.coordinator, 3) if self.shares else None
         ttl_s, both = self.answer_s or 600, self.answer_s > 0
         return Turns(SharedSeats(49, 16), ttl_s, announced, bidirectional=both, peers=peers)
 

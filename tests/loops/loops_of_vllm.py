@@ -47,8 +47,8 @@ def with_prefill() -> Iterator[tuple[Coordinator, CoordinatorClient]]:
 @scene("server prefix publisher")
 def a_publisher_of_a_servers_prefixes() -> None:
     with with_prefill() as (serving, _), failing(PrefixPublisher, "step"):
-        prefixes = PeerPrefixes(serving.address, bytes(16), 8)
-        prefixes.publish(handoff("a"))
+        prefixes = PeerPrefixes(serving.address, 8)
+        prefixes.publish(handoff("a"), bytes(16))
         eventually(lambda: status(serving).prefixes == 1)
         prefixes.close()
 
@@ -56,9 +56,9 @@ def a_publisher_of_a_servers_prefixes() -> None:
 @scene("prefix of a server")
 def a_prefix_of_a_server() -> None:
     with with_prefill() as (serving, _), failing(PeerPrefixes, "_publish"):
-        prefixes = PeerPrefixes(serving.address, bytes(16), 8)
-        prefixes.publish(handoff("a"))
-        prefixes.publish(handoff("b"))
+        prefixes = PeerPrefixes(serving.address, 8)
+        prefixes.publish(handoff("a"), bytes(16))
+        prefixes.publish(handoff("b"), bytes(16))
         eventually(lambda: status(serving).prefixes == 1)
         prefixes.close()
 

@@ -140,7 +140,18 @@ def test_names_follow_prometheus(owner: Worker, reader: Worker) -> None:
     pull(owner, reader, "r")
     with pytest.raises(Exception, match="offered by"):
         owner.set_ready("nothing", 1)
-    units = ("seconds", "bytes", "leases", "slots", "blocks", "transfers", "connected", "joined", "draining")
+    units = (
+        "seconds",
+        "bytes",
+        "leases",
+        "slots",
+        "blocks",
+        "transfers",
+        "connected",
+        "joined",
+        "draining",
+        "info",
+    )
     for family in scrape(owner, reader).families.values():
         assert re.fullmatch(r"kvlink(_[a-z]+)+", family.name)
         assert family.documentation

@@ -24,6 +24,7 @@ from kvlink.errors import (
     UnknownRequest,
 )
 from kvlink.layout import Geometry, dense
+from kvlink.layout.model_identity import PoolModel
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.peer import Peer
@@ -73,7 +74,7 @@ class Script:
 
     nics_left_out: Sequence[object] = ()
     bounces = frozenset[str]()
-    pool = type("Pool", (), {"groups": (LAYOUT,)})()
+    pool = type("Pool", (), {"groups": (LAYOUT,), "model": PoolModel()})()
 
     def __init__(self, **errors: KVLinkError) -> None:
         self._errors = {key.replace("_", " "): error for key, error in errors.items()}

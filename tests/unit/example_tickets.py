@@ -34,6 +34,7 @@ tickets = st.builds(
     ttl_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
     signature=st.just(b"") | st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES).filter(any),
     trace=st.none() | traces,
+    model=st.just(0) | st.integers(0, 2**64 - 1),
 )
 
 TRACE = TraceParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)

@@ -56,6 +56,8 @@ class EncoderCopies:
         self._rank = rank
         self._guard = RequestGuard(_log)
         self._memory: EncoderMemory | None = None
+        self.is_outdated = False
+        """Whether the weights are others than at the start. Then it saves nothing, as offers name the model before."""
 
     def load(self, step: EncoderStep, cache: Tensors, device: torch.device | str) -> None:
         """Loads the items of the step that vLLM's cache lacks. The copies have ended on return.
@@ -81,7 +83,7 @@ class EncoderCopies:
     def save(self, step: EncoderStep, cache: Tensors, identifier: str) -> None:
         """Saves an item if the step asks for it. One of another shape or dtype is not saved, and not offered."""
         copy = step.saves.get(identifier)
-        if copy is not None and not self._rank:
+        if copy is not None and not self._rank and not self.is_outdated:
             with self._guard.around("save", identifier):  # without its stamp it is not offered
                 self._save(step, copy, cache[identifier])
 
@@ -103,6 +105,7 @@ class EncoderCopies:
 
     def finish(self, step: EncoderStep) -> None:
         """Tells the scheduler that this rank's copies of the step have ended. Raises ConfigError on another host."""
+        self._mapped(step).changes[self._rank] = self.is_outdated
         self._mapped(step).steps[self._rank] = step.number
 
     def _mapped(self, step: EncoderStep) -> EncoderMemory:

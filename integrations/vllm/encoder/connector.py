@@ -18,8 +18,11 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from ..engine_config import at_this_host
+from kvlink.layout.model_identity import model_id
+
+from ..engine_config import at_this_host, model_of
 from ..settings import Settings
+from ..weight_changes import watch_weights
 from .commands import EncoderCopies, EncoderStep
 from .items import KEY
 from .model_format import check_supported, format_of
@@ -50,6 +53,14 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
             self._copies = EncoderCopies(get_tensor_model_parallel_rank())
+            self._config, self._same = (
+                vllm_config,
+                EncoderSettings.of(
+                    vllm_config.ec_transfer_config.ec_connector_extra_config
+                ).worker.same_model,
+            )
+            self._model = model_id(model_of(vllm_config, self._same))
+            watch_weights(self)
 
     def _open(self, vllm_config: Any) -> EncoderScheduler:
         transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
@@ -58,7 +69,7 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         return EncoderScheduler(
             f"{transfer.engine_id}-encoder-{number}",
             settings.shape(parallel.tensor_parallel_size),
-            format_of(vllm_config),
+            format_of(vllm_config, settings.worker.same_model),
             at_this_host(Settings(settings.worker)).worker.of_worker(number),
             produces=transfer.is_ec_producer,
             consumes=transfer.is_ec_consumer,
@@ -72,6 +83,11 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
             self._scheduling.close()
 
     # The following methods run in the worker's process.
+
+    def weights_changed(self, weights: str) -> None:
+        """Stops sharing outputs if the weights, whose fingerprint this is, are others than at the start."""
+        if self._copies is not None:
+            self._copies.is_outdated = model_id(model_of(self._config, self._same, weights)) != self._model
 
     @property
     def _step(self) -> EncoderStep:

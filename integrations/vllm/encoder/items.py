@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlink.errors import ConfigError, LayoutMismatch
+from kvlink.layout.model_identity import model_difference, model_id
 from kvlink.ticket import Ticket
 
 KEY = "kvlink"
@@ -30,6 +31,8 @@ class ItemFormat:
     """The bytes of one number."""
     hidden_size: int
     """The width of an embedding of the language model. Outputs of several layers are a multiple of it."""
+    model: str = ""
+    """The identity of the model, which `name` covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Item:
             "width": self.width,
             "dtype": self.format.dtype,
             "format": self.format.name,
+            "model": self.format.model,
         }
 
 
@@ -76,6 +80,11 @@ def offered(params: object, identifier: str, rows: int, ours: ItemFormat) -> tup
         raise ConfigError(f"its ec_transfer_params have width {width!r:.40}")
     if rows < 1:
         raise LayoutMismatch("the item has no embeddings")
+    theirs = params.get("model")
+    if isinstance(theirs, str) and model_id(theirs) != model_id(ours.model):
+        raise LayoutMismatch(
+            f"the encoder server has another model: {model_difference(ours.model, theirs)}; start both with the same"
+        )
     for name, mine in (("format", ours.name), ("dtype", ours.dtype), ("rows", rows)):
         if params.get(name) != mine:
             raise LayoutMismatch(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements the memory that the scheduler's process shares with the workers' processes of its host.
 
-It has three parts: for each rank the number of the last step whose copies have ended, for each block a stamp of the
-step that wrote an item from there on, and the blocks. Each word has one writer, and stores of words are atomic.
+It has four parts: for each rank the number of the last step whose copies have ended, and whether its weights were
+changed; for each block a stamp of the step that wrote an item from there on; and the blocks. Each word has one writer,
+and stores of words are atomic.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class MemoryShape:
     @property
     def first_block(self) -> int:
         """The offset of block 0."""
-        words = (self.num_ranks + self.num_blocks) * _WORD_BYTES
+        words = (2 * self.num_ranks + self.num_blocks) * _WORD_BYTES
         return -(-words // _PAGE_BYTES) * _PAGE_BYTES
 
     @property
@@ -52,10 +53,12 @@ class EncoderMemory:
         self.shape = shape
         self._mapping = mmap.mmap(fd, shape.num_bytes)
         flat = np.frombuffer(self._mapping, dtype=np.uint8)
-        words = flat[: (shape.num_ranks + shape.num_blocks) * _WORD_BYTES].view(np.uint64)
+        words = flat[: (2 * shape.num_ranks + shape.num_blocks) * _WORD_BYTES].view(np.uint64)
         self.steps = words[: shape.num_ranks]
         """By rank, the last step whose copies have ended."""
-        self.stamps = words[shape.num_ranks :]
+        self.changes = words[shape.num_ranks : 2 * shape.num_ranks]
+        """By rank, 1 if its weights are others than at the start."""
+        self.stamps = words[2 * shape.num_ranks :]
         """By first block of an item, the step that wrote it."""
         self.blocks = flat[shape.first_block :].reshape(shape.num_blocks, shape.block_bytes)
 

@@ -11,25 +11,28 @@ from typing import Any
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from kvlink.errors import ConfigError
+from kvlink.layout.model_identity import model_id
 
+from ..engine_config import model_of
 from ..prompt_inputs import check_media
 from .items import ItemFormat
 
 _log = logging.getLogger("vllm.kvlink")
 
-_VERSION = 1
+_VERSION = 2
 _OF_A_PLACE = ("name_or_path", "transformers_version", "auto_map")
 _PROCESSORS = ("image_processor", "video_processor", "feature_extractor")
 
 
-def format_of(vllm_config: Any) -> ItemFormat:
-    """Returns the format of this server's encoder outputs. Weights are not compared, as for KV caches."""
+def format_of(vllm_config: Any, same: str) -> ItemFormat:
+    """Returns the format of this server's encoder outputs. `same` is the setting KVLINK_SAME_MODEL."""
     model = vllm_config.model_config
+    identity = model_of(vllm_config, same)
     media = model.multimodal_config
     described = {
         "version": _VERSION,
-        "model": _settings_of(model.hf_config),
-        "quantization": str(model.quantization or ""),
+        "model": model_id(identity),
+        "settings": _settings_of(model.hf_config),
         "processor": _processor(model),
         "processor_options": (media.mm_processor_kwargs or {}) if media is not None else {},
     }
@@ -40,6 +43,7 @@ def format_of(vllm_config: Any) -> ItemFormat:
         str(dtype).removeprefix("torch."),
         dtype.itemsize,
         int(model.get_inputs_embeds_size()),
+        identity,
     )
 
 

@@ -53,9 +53,12 @@ class EncoderScheduler:
         self._ours, self._produces, self._consumes = ours, produces, consumes
         self._width_of, self._has_input = width_of, has_input
         memory, self._fd = EncoderMemory.create(shape)
+        self._memory, self._is_outdated = memory, False
         self._path, self._shape = f"/proc/{os.getpid()}/fd/{self._fd}", shape
         try:
-            self._worker = Worker(memory.pool(f"encoder outputs {ours.name}"), worker_id, config=config)
+            self._worker = Worker(
+                memory.pool(ours.model or f"encoder outputs {ours.name}"), worker_id, config=config
+            )
         except BaseException:
             os.close(self._fd)
             raise
@@ -87,6 +90,7 @@ class EncoderScheduler:
         return False
 
     def _available(self, request: Any, num_computed: int) -> bool:
+        self._follow_weights()
         self._rows = {each.identifier: rows_of(each) for each in request.mm_features}
         self._asked[request.request_id] = request.mm_features, num_computed
         if not self._consumes:
@@ -96,9 +100,11 @@ class EncoderScheduler:
             described = _described(request, feature)
             if KEY not in described or _end(feature) <= num_computed:
                 continue
-            arrival = self._pulls.ask(
-                request.request_id, feature.identifier, rows_of(feature), described[KEY]
-            )
+            arrival = Arrival.FAILED
+            if not self._is_outdated:
+                arrival = self._pulls.ask(
+                    request.request_id, feature.identifier, rows_of(feature), described[KEY]
+                )
             if arrival is Arrival.FAILED and not self._has_input(feature):
                 self._unavailable.add(request.request_id)
                 _log.error(
@@ -114,14 +120,14 @@ class EncoderScheduler:
     def has(self, identifier: str) -> bool:
         """Returns whether the step can load an item, for the request that `available` was last called with."""
         with self.guard.around("lookup"):
-            entry = self._cache.get(identifier) if self._consumes else None
+            entry = self._cache.get(identifier) if self._consumes and not self._is_outdated else None
             return entry is not None and entry.ready and entry.item.rows == self._rows.get(identifier)
         return False
 
     def allocated(self, request: Any, index: int) -> None:
         """Lets the step load an item that the pool has. vLLM runs the encoder for others. May raise."""
         feature = request.mm_features[index]
-        entry = self._cache.get(feature.identifier)
+        entry = None if self._is_outdated else self._cache.get(feature.identifier)
         if self._consumes and entry is not None and entry.ready and entry.item.rows == rows_of(feature):
             self._pulls.loads(request.request_id, entry)
             self._loads[feature.identifier] = Copy.of(entry)
@@ -134,13 +140,22 @@ class EncoderScheduler:
             self._offers.collect()
         self._pulls.collect()
         asked, self._asked = self._asked, {}
-        for request_id, num_tokens in num_scheduled.items() if self._produces else ():
+        produces = self._produces and not self._is_outdated
+        for request_id, num_tokens in num_scheduled.items() if produces else ():
             with self.guard.around("save", request_id):
                 for feature in _within(*asked.get(request_id, ((), 0)), num_tokens):
                     self._offers.save(self._item(feature))
         loads, self._loads = list(self._loads.values()), {}
         saves = {copy.identifier: copy for copy in self._offers.take_saves()}
         return EncoderStep(self._cache.sent(), self._path, self._shape, loads, saves)
+
+    def _follow_weights(self) -> None:
+        """Stops sharing if a rank has other weights. Not between `has` and `allocated` of an item."""
+        if not self._is_outdated and self._memory.changes.any():
+            self._is_outdated = True
+            _log.warning(
+                "the weights were changed: no encoder outputs are shared until this server is restarted"
+            )
 
     def ended(self, request: Any) -> dict[str, dict[str, Any]]:
         """Forgets a request, and returns what its answer carries, by identifier."""
@@ -153,7 +168,8 @@ class EncoderScheduler:
 
     def _offered(self, request: Any) -> dict[str, dict[str, Any]]:
         params = request.ec_transfer_params
-        if not self._produces or (self._consumes and not (isinstance(params, dict) and params.get(OFFER))):
+        asks = isinstance(params, dict) and params.get(OFFER)
+        if self._is_outdated or not self._produces or (self._consumes and not asks):
             return {}
         offered: dict[str, dict[str, Any]] = {}
         for feature in request.mm_features:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvlink.durations import Durations
 from kvlink.errors import KVLinkError, StaleReason
+from kvlink.layout.model_identity import model_labels
 from kvlink.monitoring.metrics.families import Families
 from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
 
@@ -42,6 +43,7 @@ class WorkerCollector(Collector):
             _add_starts(families, stats)
             _add_prefixes(families, stats)
             _add_ports(families, stats)
+            _add_models(families, stats)
             for link in stats.links:
                 _add_link(families, link, stats.worker_id)
         families.loops()
@@ -123,6 +125,13 @@ def _add_ports(families: Families, stats: WorkerStats) -> None:
         families.count(
             "kvlink_nic_losses_total", "Times that its device was removed or failed.", port.times_away, labels
         )
+
+
+def _add_models(families: Families, stats: WorkerStats) -> None:
+    for peer, text in stats.models.items():
+        labels = {"worker": stats.worker_id, "peer": peer, **model_labels(text)}
+        meaning = "The model of the worker's pool (without peer), and of each connected owner's. Always 1."
+        families.gauge("kvlink_model_info", meaning, 1, labels)
 
 
 def _add_phases(families: Families, stats: WorkerStats) -> None:
