@@ -124,7 +124,7 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         self._clients: dict[str, KVLinkTransferChannelClient] = {}
         config = _config(listen_url, advertise_url, p2p or P2PConfig())
         self._timeout_s = config.timeout_s
-        self._keys = ticket_keys(config.ticket_keys)
+        self._keys = ticket_keys(config)
         with ExitStack() as opened:
             self._zmq: zmq.Context[Any] = opened.enter_context(zmq.Context())
             pool = self._pages.pool(l1_memory_desc.ptr)

@@ -195,7 +195,7 @@ class Handoff:
 
 @functools.lru_cache(maxsize=1)
 def _keys() -> TicketKeys | None:
-    return ticket_keys(WorkerConfig.from_env().ticket_keys)
+    return ticket_keys(WorkerConfig.from_env())
 
 
 def signed(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_a_client_that_is_closed_reads_nothing_more(start: Callable[..., Server]
 
 def keys_of(path: Path, secret: str) -> TicketKeys:
     path.write_text(secret * 32)
-    return TicketKeys(path)
+    return TicketKeys.of_file(path)
 
 
 def test_only_the_same_tenants_servers_are_answered(start: Callable[..., Server], tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_parts_of_two_leases_do_not_mix() -> None:
 def test_nobody_on_the_way_says_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("k" * 32)
     (tmp_path / "keys").chmod(0o600)
-    keys = TicketKeys(tmp_path / "keys")
+    keys = TicketKeys.of_file(tmp_path / "keys")
     monkeypatch.setattr(handoff, "_keys", lambda: keys)
     blob = Part(SAMPLE, 40, False, False).to_bytes()
     assert Part.from_bytes(blob).num_tokens == 40

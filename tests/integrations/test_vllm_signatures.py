@@ -30,7 +30,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys
     file.write_text("k" * 40)
     monkeypatch.setenv("KVLINK_TICKET_KEYS", str(file))
     handoff._keys.cache_clear()
-    yield TicketKeys(file)
+    yield TicketKeys.of_file(file)
     handoff._keys.cache_clear()
 
 

@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 1.0
 _MAX_PROOF = 128
 _NONCE_BYTES = 16
 _STAMPS_PER_S = 1_000_000
-_HOW = (
+HOW = (
     "run both as one user, or set KVLINK_TOKEN_FILE of both to one file that only their users can read, or set "
     "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY (`kvlink certs` makes them for development)"
 )
@@ -245,7 +245,7 @@ class Verifier:
         """Returns the error text for a refused caller: which callers are admitted, and what to do."""
         admitted = self._tokens.describe_admitted()
         return (
-            f"this {what} has no certificate and answers {admitted}; you showed another token or none: {_HOW}"
+            f"this {what} has no certificate and answers {admitted}; you showed another token or none: {HOW}"
         )
 
     def _fitting(self, proof: str, token: str, again: bool) -> str:
@@ -269,7 +269,7 @@ def not_proven(address: str) -> str:
     """Returns the error text about a server that cannot show that it knows this process's token."""
     return (
         f"the server at {address} did not prove that it knows the token of this process: another user's program may "
-        f"have taken the port, or the server's user has another token: {_HOW}"
+        f"have taken the port, or the server's user has another token: {HOW}"
     )
 
 
