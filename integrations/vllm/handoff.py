@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlink.addresses import can_be_dialled, split_address
@@ -58,6 +58,8 @@ class RankInfo:
     """By cache group, the number of these blocks in one of the scheduler's."""
     token_units: tuple[int, ...]
     """By cache group, the `CacheGroup.token_unit`."""
+    secret: str = field(default="", repr=False)
+    """Proves to coordinators that a call comes from this worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class PeerPrefixes:
         self._most = most
         self._control = ControlThread.shared()
         self._owner: Owner | None = None
+        self.secret = ""
+        """That of the worker in whose name it publishes."""
         self._live: dict[str, None] = {}
         self._asking: CoordinatorClient | None = None
         self._publishers: list[tuple[CoordinatorClient, PrefixPublisher, Future[None]]] = []
@@ -91,7 +93,8 @@ class PeerPrefixes:
                 publisher = PrefixPublisher(client, self._publishing)
                 running = self._control.keep_running("server prefix publisher", publisher.run)
                 self._publishers.append((client, publisher, running))
-        for _, publisher, _ in self._publishers:
+        for client, publisher, _ in self._publishers:
+            client.act_as(self.secret)
             publisher.publish(prefix, lambda: time.monotonic() < ends)
 
     def _publishing(self) -> WorkerEpoch:

@@ -109,6 +109,9 @@ class SchedulerSide:
         """Stores the workers of this server, by tensor-parallel rank."""
         self._ranks = tuple(ranks)
         self.incoming.layout = self._ranks[0] if self._ranks else None
+        for calls in (self._announcements, self.turns.peers):
+            if calls is not None and self._ranks:
+                calls.secret = self._ranks[0].secret
 
     def arrived(self, request: Any) -> None:
         """Registers a request, before it is scheduled. From now on decode's lease at prefill is kept alive."""

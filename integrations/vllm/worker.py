@@ -55,6 +55,7 @@ class WorkerSide:
             tuple(group.block_tokens for group in caches.groups),
             tuple(group.kernel_blocks for group in caches.groups),
             tuple(group.token_unit for group in caches.groups),
+            self._worker.secret,
         )
         self._loads = Loads(self._worker, caches, self._stats, self.guard)
         self._begun: StepCommands | None = None

@@ -22,8 +22,8 @@ _MOST_AT_ONCE = 256
 
 _log = logging.getLogger("kvlink.control")
 
-Ask = Callable[[str, str], Awaitable[WorkerCard]]
-"""Maps (address of an agent, tenant) to the card of the worker that listens there. Raises KVLinkError."""
+Ask = Callable[[str, str, bool], Awaitable[WorkerCard]]
+"""Maps (address of an agent, tenant, whether to wait until it has started) to its worker's card. Raises KVLinkError."""
 
 
 class Incumbents:
@@ -39,13 +39,16 @@ class Incumbents:
         self._room = asyncio.Semaphore(_MOST_AT_ONCE)
         self._quota = LogQuota()
 
-    async def check_gone(self, newcomer: WorkerCard) -> None:
-        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker)."""
+    async def check_gone(self, newcomer: WorkerCard, rejoin: bool = False) -> None:
+        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker).
+
+        A rejoin under an epoch that is not newer is left to the store, which refuses it for good.
+        """
         incumbent = await self._incumbent(newcomer)
-        if incumbent is None:
+        if incumbent is None or (rejoin and newcomer.epoch <= incumbent.epoch):
             return
         async with self._room:
-            gone = await self._why_gone(incumbent)
+            gone = await self._why_gone(incumbent, newcomer)
         if not gone:
             self._warn(incumbent, newcomer)
             raise refusals.worker_id_taken(incumbent, newcomer)
@@ -58,18 +61,14 @@ class Incumbents:
         )
 
     async def _incumbent(self, newcomer: WorkerCard) -> WorkerCard | None:
-        """Returns the card of another process with the worker_id, or None.
-
-        A process whose agent had the newcomer's address no longer runs.
-        """
+        """Returns the card of another process with the worker_id, or None."""
         try:
             known = await self._store.worker(newcomer.worker_id, 0)
         except Refused as refused:
             if refused.reason is Reason.UNKNOWN:
                 return None
             raise
-        is_another = known.incarnation != newcomer.incarnation and known.agent != newcomer.agent
-        return known if is_another else None
+        return known if known.incarnation != newcomer.incarnation else None
 
     def _warn(self, incumbent: WorkerCard, newcomer: WorkerCard) -> None:
         unsaid = self._quota.take()
@@ -82,24 +81,28 @@ class Incumbents:
                 unsaid,
             )
 
-    async def _why_gone(self, incumbent: WorkerCard) -> str:
-        """Returns why the process counts as gone, or "" if it runs."""
+    async def _why_gone(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:
+        """Returns why the process counts as gone, or "" if it runs.
+
+        An agent that is starting at the newcomer's own address is the newcomer's.
+        """
         try:
-            found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant), self._answer_s)
+            asking = self._ask(incumbent.agent, caller().tenant, incumbent.agent != newcomer.agent)
+            found = await asyncio.wait_for(asking, self._answer_s)
         except asyncio.TimeoutError:
             return f"no answer within {self._answer_s:g} s"
         except KVLinkError as error:
             return str(error)
         return "" if found.incarnation == incumbent.incarnation else "another process listens there"
 
-    async def _ask_agent(self, address: str, tenant: str) -> WorkerCard:
-        """Fetches the card from an agent. Retries while the agent is starting, as it may have joined just now."""
+    async def _ask_agent(self, address: str, tenant: str, waits: bool) -> WorkerCard:
+        """Fetches the card from an agent. `waits` while it is starting, as it may have joined just now."""
         backoff = Backoff()
         async with AgentClient(address, self._answer_s, self._security, tenant) as client:
             while True:
                 try:
                     return await client.card_at_once()
                 except CoordinatorUnavailable as error:
-                    if error.telling < 1:
+                    if error.telling < 1 or not waits:
                         raise
                 await asyncio.sleep(backoff.delay_s())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,12 +51,18 @@ class _Copy:
         tickets = sum(len(part.ticket) + _BYTES_OF_PART for part in self.parts.values())
         return _BYTES_OF_COPY + len(self.keys) * _BYTES_OF_KEY + tickets
 
-    def is_of(self, worker_id: str) -> bool:
-        return any(part.worker_id == worker_id for part in self.parts.values())
+    def is_of(self, worker_ids: Set[str]) -> bool:
+        return any(part.worker_id in worker_ids for part in self.parts.values())
+
+    def may_be_changed_by(self, worker_id: str, rank: int) -> bool:
+        """Returns whether a worker may publish this rank. Nobody is told of a prefix that is not complete."""
+        of_rank = self.parts.get(rank)
+        return of_rank.worker_id == worker_id if of_rank else not self.complete or self.is_of({worker_id})
 
     def found(self, num_keys: int) -> tuple[str, FoundPrefix]:
-        tickets = tuple(self.parts[rank].ticket for rank in range(self.num_ranks))
-        return self.parts[0].worker_id, FoundPrefix(num_keys, tickets)
+        parts = [self.parts[rank] for rank in range(self.num_ranks)]
+        tickets, workers = tuple(part.ticket for part in parts), tuple(part.worker_id for part in parts)
+        return workers[0], FoundPrefix(num_keys, tickets, workers)
 
 
 _Index = dict[int, _Copy | dict[_Copy, None]]
@@ -80,10 +86,15 @@ class PrefixDirectory:
         return len(self._copies)
 
     def publish(self, worker_id: str, epoch: int, prefix: Prefix, now: float) -> None:
-        """Adds one rank's ticket of a prefix. It replaces the rank's last one of the same name."""
+        """Adds one rank's ticket of a prefix. It replaces the rank's last one of the same name.
+
+        What others have published stays: a worker replaces its own ticket only, or a prefix that it has a rank of.
+        """
         name = (prefix.request_id, worker_id if prefix.num_ranks == 1 else "")
         scope, keys = (prefix.scope, prefix.tokens_per_key), array("Q", prefix.keys)
         copy = self._copies.get(name)
+        if copy is not None and not copy.may_be_changed_by(worker_id, prefix.rank):
+            return
         if copy is not None and (copy.scope, copy.keys, copy.num_ranks) == (scope, keys, prefix.num_ranks):
             self._remove_part(copy, prefix.rank)
         else:
@@ -106,7 +117,7 @@ class PrefixDirectory:
         """Drops the prefix of this name, if the worker has published a rank of it."""
         for name in ((request_id, worker_id), (request_id, "")):
             copy = self._copies.get(name)
-            if copy is not None and copy.is_of(worker_id):
+            if copy is not None and copy.is_of({worker_id}):
                 self._drop(copy)
 
     def drop_worker(self, worker_id: str, epoch: int) -> None:
@@ -132,7 +143,8 @@ class PrefixDirectory:
     def find(self, query: PrefixQuery, most: int) -> list[tuple[str, FoundPrefix]]:
         """Returns at most `most` servers with the longest prefix, and the worker id of the first rank of each.
 
-        Servers that have the same prefix take turns to be the first.
+        Servers that have the same prefix take turns to be the first. Without the workers that are asked last, if
+        another one has a prefix.
         """
         self.num_lookups += 1
         keys = array("Q", query.keys)
@@ -144,10 +156,12 @@ class PrefixDirectory:
                 low = middle
             else:
                 high = middle - 1
-        for length in range(low, query.more_than, -1):
-            if found := _take(index[keys[length - 1]], query.worker_id, most):
-                self.num_hits += 1
-                return [copy.found(length) for copy in found]
+        reader = {query.worker_id}
+        for without in (reader.union(query.last), reader) if query.last else (reader,):
+            for length in range(low, query.more_than, -1):
+                if found := _take(index[keys[length - 1]], without, most):
+                    self.num_hits += 1
+                    return [copy.found(length) for copy in found]
         return []
 
     def _drop_of(self, worker_id: str, is_gone: Callable[[_Part], bool]) -> None:
@@ -160,7 +174,7 @@ class PrefixDirectory:
         if part is None:
             return
         self.num_bytes -= len(part.ticket) + _BYTES_OF_PART
-        if not copy.is_of(part.worker_id):
+        if not copy.is_of({part.worker_id}):
             others = self._of_worker[part.worker_id]
             del others[copy]
             if not others:
@@ -201,12 +215,16 @@ class PrefixDirectory:
             del self._indexes[copy.scope]
 
 
-def _take(found: _Copy | dict[_Copy, None], reader: str, most: int) -> list[_Copy]:
-    """Returns copies that are not the reader's. They go to the end, behind those that have waited longer."""
+def _take(found: _Copy | dict[_Copy, None], without: Set[str], most: int) -> list[_Copy]:
+    """Returns copies of other workers. They go to the end, behind those that have waited longer, as skipped ones do."""
     if isinstance(found, _Copy):
-        return [] if found.is_of(reader) else [found]
-    looked_at = itertools.islice(found, most + _MOST_SKIPPED)
-    taken = [copy for copy in looked_at if not copy.is_of(reader)][:most]
-    for copy in taken:
+        return [] if found.is_of(without) else [found]
+    taken: list[_Copy] = []
+    skipped: list[_Copy] = []
+    for copy in itertools.islice(found, most + _MOST_SKIPPED):
+        (skipped if copy.is_of(without) else taken).append(copy)
+        if len(taken) == most:
+            break
+    for copy in (*skipped, *taken):
         found[copy] = found.pop(copy)
     return taken

@@ -45,6 +45,11 @@ class SharedPrefixes(SoftLeases):
     _control: ControlThread
     _checked: Callable[[Ticket], Ticket]
 
+    @property
+    def secret(self) -> str:
+        """Proves to coordinators that a call comes from this worker, where a scheduler in another process makes it."""
+        return self._membership.secret
+
     def publish_prefix(self, ticket: Ticket, *, ttl_s: float = _TTL_S) -> None:
         """Tells the coordinator that peers can pull with this soft ticket, until its lease ends. Does not block.
 

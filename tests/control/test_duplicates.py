@@ -16,7 +16,7 @@ from control.certificates import Pki
 from waiting import closed_port, until
 
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
-from kvlink.control.refusal import WorkerIdTaken
+from kvlink.control.refusal import Replaced, WorkerIdTaken
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.incumbents import Incumbents
 from kvlink.coordinator.store.memory import MemoryStore
@@ -98,20 +98,33 @@ async def test_another_process_at_the_old_address_is_not_the_old_one(client: Coo
         assert (await client.join(second())).epoch == 9
 
 
-async def test_a_restart_at_the_same_address_asks_nobody() -> None:
-    store, asked = await started_store(), []
+async def test_a_restart_at_the_same_address_does_not_wait_for_itself(client: CoordinatorClient) -> None:
+    async with agent() as starting:
+        await client.join(make_card(agent=starting.address))
+        assert (await client.join(second(starting.address))).epoch == 9
+        assert starting._server.counts.refusals["GetCard", "NOT_READY"] == 1
 
-    async def ask(address: str, tenant: str) -> WorkerCard:
-        asked.append(address)
-        return make_card()
 
-    await Incumbents(store, Security(), ask).check_gone(second(make_card().agent))
-    await Incumbents(store, Security(), ask).check_gone(make_card())
-    assert asked == []
+async def test_another_process_does_not_take_the_name_by_the_address_of_the_first(
+    client: CoordinatorClient,
+) -> None:
+    async with agent() as healthy:
+        card = make_card(agent=healthy.address)
+        await client.join(card)
+        healthy.publish(card)
+        with pytest.raises(WorkerIdTaken):
+            await client.join(second(healthy.address))
+
+
+async def test_the_same_process_is_not_asked() -> None:
+    async def ask(address: str, tenant: str, waits: bool) -> WorkerCard:
+        raise AssertionError
+
+    await Incumbents(await started_store(), Security(), ask).check_gone(make_card())
 
 
 async def test_who_does_not_answer_in_time_has_lost_the_name() -> None:
-    async def silent(address: str, tenant: str) -> WorkerCard:
+    async def silent(address: str, tenant: str, waits: bool) -> WorkerCard:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -130,13 +143,17 @@ async def test_an_agent_that_is_starting_is_asked_again(client: CoordinatorClien
             await joining
 
 
-async def test_a_worker_that_comes_back_after_a_lost_coordinator_is_not_held_up(
+async def test_who_says_that_it_comes_back_takes_no_name_from_a_process_that_runs(
     client: CoordinatorClient,
 ) -> None:
-    async with agent() as mistaken:
-        await client.join(make_card(agent=mistaken.address))
-        mistaken.publish(make_card(agent=mistaken.address))
-        assert (await client.join(second(), rejoin=True)).epoch == 9
+    async with agent() as healthy:
+        await client.join(make_card(agent=healthy.address))
+        healthy.publish(make_card(agent=healthy.address))
+        with pytest.raises(WorkerIdTaken):
+            await client.join(second(), rejoin=True)
+        with pytest.raises(Replaced):
+            await client.join(make_card(process=2), rejoin=True)
+    assert (await client.join(second(), rejoin=True)).epoch == 9, "a coordinator has lost its last epochs"
 
 
 async def test_under_tls_a_coordinator_may_ask_an_agent_who_it_is_and_nothing_else(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_the_oldest_prefix_makes_room(servers: tuple[Server, Server]) -> None:
 
 def test_a_coordinator_that_does_not_answer_costs_a_moment(coordinator: str) -> None:
     with Server("a", coordinator=coordinator, shares=True) as alone:
-        peers = alone.scheduler.turns._peers
+        peers = alone.scheduler.turns.peers
         assert peers is not None
         peers._coordinator = "127.0.0.1:1"
         assert matched(alone, request("second", SECOND, None)) == 0
