@@ -2,11 +2,11 @@
 """Defines the messages between a reader and an owner over LMCache's handshake address.
 
 - ask: JSON {"version", "reader", "page_bytes", "owners": [[model, rank, group, salt], …],
-  "objects": [[offset, size] or [offset, size, index in "owners", hash], …]}, with "mark" under KVLINK_TICKET_KEYS
+  "objects": [[offset, size] or [offset, size, index in "owners", hash], …]}
 - answer: nothing for an ask without objects; "!" and why the ask is refused; or "=", the number of objects that are
   refused, their indices in the ask, and the ticket for all others, if there is any
 
-Both are bounded and checked. With keys, only workers of the same tenant are answered.
+Both are bounded and checked. `sockets` decides who is answered.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlink.control.security.tickets import TicketKeys
-from kvlink.errors import AccessDenied, ConfigError, TransferError
+from kvlink.errors import ConfigError, TransferError
 from kvlink.ticket import MAX_TICKET_BYTES, Ticket, check_request_id
 
 from .pages import MOST_OBJECTS, Name, Wanted
@@ -26,7 +25,6 @@ from .pages import MOST_OBJECTS, Name, Wanted
 _VERSION = 2
 _FIELDS = {"version", "reader", "page_bytes", "owners", "objects"}
 _REFUSED, _GRANTED = b"!", b"="
-_MARK = "mark"
 _MOST_HASH, _MOST_TEXT = 256, 1024
 
 MOST_ASK_BYTES = 2 << 20
@@ -42,8 +40,8 @@ class Ask:
     page_bytes: int
     objects: Sequence[Wanted]
 
-    def to_bytes(self, keys: TicketKeys | None) -> bytes:
-        """Serializes the message for `from_bytes`, with the mark of this tenant if there are keys."""
+    def to_bytes(self) -> bytes:
+        """Serializes the message for `from_bytes`. Raises ConfigError if it is too long."""
         owners = {name[1:]: 0 for _, _, name in self.objects if name is not None}
         owners = {owner: number for number, owner in enumerate(owners)}
         body = {
@@ -56,7 +54,7 @@ class Ask:
                 for offset, size, name in self.objects
             ],
         }
-        message = json.dumps(body | {_MARK: keys.mark(_marked(body))} if keys else body).encode()
+        message = json.dumps(body).encode()
         if len(message) > MOST_ASK_BYTES:
             raise ConfigError(
                 f"the keys of {len(self.objects)} objects take {len(message)} bytes, more than an ask has; shorten "
@@ -65,13 +63,12 @@ class Ask:
         return message
 
     @classmethod
-    def from_bytes(cls, blob: bytes, keys: TicketKeys | None) -> Ask:
-        """Parses an untrusted message. Raises ConfigError, and AccessDenied without a mark of this tenant."""
+    def from_bytes(cls, blob: bytes) -> Ask:
+        """Parses an untrusted message. Raises ConfigError."""
         try:
             if len(blob) > MOST_ASK_BYTES:
                 raise ValueError(f"{len(blob)} bytes")
             body = json.loads(blob)
-            mark = body.pop(_MARK, "")
             if body["version"] != _VERSION:
                 raise ValueError(
                     f"version {body['version']!r:.20} of the message, this process has {_VERSION}; install the same "
@@ -84,10 +81,6 @@ class Ask:
             reader, page_bytes = body["reader"], _number(body["page_bytes"])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"not a message of kvlink's transfer channel: {error!a:.200}") from None
-        if keys and not (isinstance(mark, str) and mark.isascii() and keys.marked(_marked(body), mark)):
-            raise AccessDenied(
-                f"the message is not marked by {keys!r}: LMCache's servers need the same KVLINK_TICKET_KEYS"
-            )
         check_request_id(reader)
         return cls(reader, page_bytes, objects)
 
@@ -173,7 +166,3 @@ def _text(value: Any, most: int) -> str:
     if not isinstance(value, str) or len(value) > most:
         raise ValueError(f"a text is none, or has more than {most} characters")
     return value
-
-
-def _marked(body: object) -> bytes:
-    return json.dumps(body, sort_keys=True).encode()

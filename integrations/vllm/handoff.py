@@ -217,8 +217,8 @@ def check_signature(given: Mapping[str, Any]) -> None:
         raise ValueError("no object")
     if keys and not keys.marked(_signed(given), _text(given.get(_SIGNATURE, ""))):
         raise ConfigError(
-            f"kv_transfer_params are not signed by {keys!r}: they were changed or forged, or the servers "
-            f"have different KVLINK_TICKET_KEYS"
+            f"kv_transfer_params are not signed by {keys.name}: they were changed or forged, or come from a server "
+            f"with {keys.advice}"
         )
 
 

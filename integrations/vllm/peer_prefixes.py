@@ -69,11 +69,14 @@ class PeerPrefixes:
             self._later(self._withdraw, request_id)
 
     def find(
-        self, digests: Sequence[bytes], span: int, own_tokens: int, reader: str
+        self, digests: Sequence[bytes], span: int, own_tokens: int, reader: str, last: tuple[str, ...]
     ) -> Future[list[FoundPrefix]]:
-        """Asks for a server that has more than `own_tokens` tokens of a prompt. `reader` is a worker of this one."""
+        """Asks for a server that has more than `own_tokens` tokens of a prompt. `reader` is a worker of this one.
+
+        The workers in `last` are named only if no other has a prefix.
+        """
         keys = b"".join(digest[:KEY_BYTES] for digest in digests)
-        query = PrefixQuery(self._scope, span, keys, own_tokens // span, 1, reader)
+        query = PrefixQuery(self._scope, span, keys, own_tokens // span, 1, reader, last)
         return self._control.submit(self._find(query))
 
     def close(self) -> None:

@@ -183,7 +183,11 @@ class SchedulerSide:
 
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Handles loads that ended on every worker, well or not."""
-        self.incoming.received(request_ids, failed)
+        ended, lookups = tuple(request_ids), self.turns.lookups
+        self.incoming.received(ended, failed)
+        if lookups is not None:
+            for request_id in ended:
+                lookups.loaded(request_id, well=request_id not in failed)
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Frees the slots of leases that ended on every worker."""

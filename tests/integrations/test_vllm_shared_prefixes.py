@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,25 @@ def test_what_the_tokens_do_not_tell_keeps_prompts_apart(
     asked = request("different", SECOND, None)
     asked.__dict__.update(changes)
     assert matched(other, asked) == 0
+
+
+def test_a_server_whose_prefix_could_not_be_pulled_is_asked_last(
+    servers: tuple[Server, Server], coordinator: str
+) -> None:
+    one, other = servers
+    with Server("c", coordinator=coordinator, shares=True) as third:
+        third.pool.cache(3, 9, 1)
+        third.answer(request("shorter", [*SYSTEM[:SPAN], 1, 2, 3], None), [4, 5], [3, 9, 1, 7])
+        assert found(other) == SPAN
+        computes(one, [3, 9, 1, 7, 2])
+        numbers = itertools.count()
+        eventually(lambda: matched(other, request(f"look {next(numbers)}", SECOND, None)) == 16)
+        one.ranks[0]._worker.revoke([3, 9, 1, 7])
+        for prefix, is_pulled in ((16, False), (SPAN, True), (SPAN, True)):
+            asked = request(f"of {prefix} {is_pulled}", SECOND, None)
+            assert matched(other, asked) == prefix
+            assert pulls(other, asked, [5, 6, 8, 10][: prefix // 4], prefix) is is_pulled
+            other.scheduler.finished(asked, ([],), False)
 
 
 def test_servers_of_another_model_find_nothing(servers: tuple[Server, Server], coordinator: str) -> None:

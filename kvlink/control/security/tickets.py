@@ -41,15 +41,15 @@ class TicketKeys:
     def __init__(self, secrets: Secrets, name: str, advice: str, *, believes_all: bool = False) -> None:
         self._secrets = secrets
         self._believes_all = believes_all
-        self._name = name
-        self._advice = advice
+        self.name = name
+        self.advice = advice
 
     @classmethod
     def of_file(cls, path: Path, look_every_s: float = LOOK_EVERY_S) -> TicketKeys:
         """Takes the secrets in a file, one per line. Raises ConfigError for a file without secrets."""
         file = _KeyFile([path], functools.partial(_read, path), look_every_s)
         advice = f"other KVLINK_TICKET_KEYS than {path}; a tenant's workers need the same"
-        return cls(lambda again: file.current(), f"KVLINK_TICKET_KEYS in {path}", advice)
+        return cls(lambda again: file.current(), "any of this tenant's keys", advice)
 
     @classmethod
     def of_host(cls, tokens: HostTokens, *, believes_all: bool = False) -> TicketKeys:
@@ -65,7 +65,15 @@ class TicketKeys:
 
     def __repr__(self) -> str:
         """Omits the secrets."""
-        return f"TicketKeys({self._name})"
+        return f"TicketKeys({self.name})"
+
+    def derived(self, purpose: bytes) -> list[bytes]:
+        """Returns a secret for another purpose from each of the secrets, that of the signing one first.
+
+        Both ends of a channel have one of them in common. Empty without secrets, and if this process believes all.
+        """
+        known = () if self._believes_all else (*self._secrets(False), *self._secrets(True))
+        return [hmac.digest(key, purpose, hashlib.sha256) for key in dict.fromkeys(known)]
 
     def sign(self, ticket: Ticket) -> Ticket:
         """Returns the ticket with this tenant's signature. Without secrets it stays unsigned."""
@@ -75,10 +83,10 @@ class TicketKeys:
     def checked(self, ticket: Ticket) -> Ticket:
         """Returns the ticket itself. Raises AccessDenied unless one of the keys signed it."""
         if not self._believes_all and not self._made(ticket.signed_bytes(), ticket.signature):
-            what = f"is not signed by {self._name}" if ticket.signature else "is not signed"
+            what = f"is not signed by {self.name}" if ticket.signature else "is not signed"
             raise AccessDenied(
                 f"request {ticket.request_id}: the ticket {what}. It was changed, or comes from another tenant, or "
-                f"from a worker with {self._advice}"
+                f"from a worker with {self.advice}"
             )
         return ticket
 
