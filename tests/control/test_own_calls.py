@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker does itself is refused to every other process of its tenant, at each coordinator of a fleet."""
+"""No other process of a tenant calls in a worker's name, at any coordinator of a fleet."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def addresses(
 
 @pytest.fixture
 async def owner(addresses: list[str]) -> AsyncIterator[CoordinatorClient]:
-    """Of a worker that has joined, and offers and publishes something."""
+    """The client of a worker that has joined, and offers and publishes something."""
     async with CoordinatorClient(addresses[0]) as client:
         client.act_as("of prefill")
         await client.join(CARD)

@@ -33,7 +33,7 @@ MINUTE_S = 60
 
 
 class Heard:
-    """What an owner answers, and what it has heard."""
+    """The owner's answers, and the messages that it has heard."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []

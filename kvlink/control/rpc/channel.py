@@ -98,7 +98,7 @@ class Channel:
         self._trust = trust = Security.from_env().services() if trust is None else trust
         self._patience_s = patience_s
         self.metadata: Metadata = ()
-        """What is sent with every call."""
+        """This goes with every call."""
         self._attempt_s = attempt_s if len(names) > 1 else math.inf
         self._servers = [_Server(name, trust) for name in random.sample(names, len(names))]
         self._closed = False

@@ -69,16 +69,12 @@ class SharedToken:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read, or if every user can write it."""
         try:
-            mode = stat.S_IMODE(path.stat().st_mode)
+            mode = own_file.mode_of(path, "KVLINK_TOKEN_FILE")
         except OSError as error:
             raise ConfigError(
                 f"cannot read the token in {path} (KVLINK_TOKEN_FILE): {error.strerror}"
             ) from None
         self._file: TokenFile = token_file(path)
-        if mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"every user of this host can write {path} (KVLINK_TOKEN_FILE): run chmod o= {path}"
-            )
         if mode & stat.S_IROTH:
             _log.warning(
                 "every user of this host can read the token (KVLINK_TOKEN_FILE), run chmod o= on it file=%s",

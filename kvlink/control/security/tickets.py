@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvlink.config import WorkerConfig
 from kvlink.control.security.host_tokens import HOW, HostTokens, host_tokens
+from kvlink.control.security.own_file import mode_of
 from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.errors import AccessDenied, ConfigError
 from kvlink.ticket import SIGNATURE_BYTES, Ticket
@@ -163,6 +164,7 @@ def _signature(key: bytes, message: bytes) -> bytes:
 
 def _read(path: Path) -> tuple[bytes, ...]:
     try:
+        mode_of(path, "KVLINK_TICKET_KEYS")
         lines = path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the keys in {path} (KVLINK_TICKET_KEYS): {error}") from None
