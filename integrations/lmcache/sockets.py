@@ -113,7 +113,8 @@ class Asking:
         while True:
             ready = dict(waiting.poll(look_ms))
             if socket in ready:
-                return socket.recv_multipart(zmq.NOBLOCK)
+                frames: list[bytes] = socket.recv_multipart(zmq.NOBLOCK)
+                return frames
             if ready and recv_monitor_message(self._monitor)["event"] & _NOT_PROVEN:
                 return None
             if self._stopped.is_set() or time.monotonic() >= deadline:

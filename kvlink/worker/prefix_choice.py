@@ -176,7 +176,8 @@ class WatchedSources(FailedSources):
     def found(self, worker_ids: Iterable[str]) -> None:
         """Watches the pulls from these workers from now on."""
         for worker_id in worker_ids:
-            self._before[worker_id] = self._before.pop(worker_id, None) or self._outcomes(worker_id)
+            before = self._before.pop(worker_id, None)
+            self._before[worker_id] = before or self._outcomes(worker_id)
             if len(self._before) > _MOST_WATCHED:
                 del self._before[next(iter(self._before))]
 
