@@ -166,7 +166,7 @@ class Coordinator:
     async def _keep_alive(self, beats: AsyncIterator[Beat], send: Send[Push]) -> None:
         forwarding: asyncio.Task[None] | None = None
         orders: Feed[SettleOrder] | None = None
-        worker: Beat | None = None
+        reported: Beat | None = None
         try:
             async for worker in beats:
                 if not await self._store.beat(worker.worker_id, worker.epoch):
@@ -175,11 +175,12 @@ class Coordinator:
                 if orders is None:
                     orders = await self._store.orders(worker.worker_id, worker.epoch)
                     forwarding = start_loop("settle orders", partial(_forward, orders, send))
+                reported = worker
                 self._reports.note(caller().tenant, worker)
                 await send(Push(PushKind.ACK))
         finally:
-            if worker is not None:
-                self._reports.forget(caller().tenant, worker.worker_id, worker.epoch)
+            if reported is not None:
+                self._reports.forget(caller().tenant, reported.worker_id, reported.epoch)
             if orders is not None and forwarding is not None:
                 orders.close()
                 forwarding.cancel()

@@ -13,10 +13,10 @@ from control.fake_etcd import Clock, FakeEtcd
 from coordinator.chains import prefix, query
 
 from kvlink.control import CoordinatorClient
-from kvlink.control.overview import Beat
+from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.prefix_values import PrefixChanges
 from kvlink.control.security import incarnation_of
-from kvlink.control.values import Push, PushKind
+from kvlink.control.values import Push, PushKind, SettleOrder
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import AccessDenied
@@ -92,6 +92,22 @@ async def test_nobody_calls_in_the_name_of_another(
         assert await stranger.claim("r", 0.0) == [make_offer("r").ticket]
     [found] = await owner.find_prefix(query("abcx"))
     assert (found.num_keys, found.worker_ids) == (3, ("prefill",))
+
+
+async def test_nobody_ends_anothers_stream_or_report(owner: CoordinatorClient, addresses: list[str]) -> None:
+    stream = owner.keep_alive()
+    await stream.send(Beat("prefill", 1, WorkerReport(lease_slots=64)))
+    assert await stream.receive() == Push(PushKind.ACK)
+    async with CoordinatorClient(addresses[0]) as stranger:
+        with pytest.raises(AccessDenied):
+            await beat(stranger)
+    [view] = (await owner.overview()).workers
+    assert view.report is not None
+    assert view.report.lease_slots == 64
+    order = SettleOrder("prefill", 1, 3, 4)
+    await owner.settle(order)
+    assert await stream.receive() == Push(PushKind.SETTLE, order.slot, order.settle_nonce)
+    stream.cancel()
 
 
 @pytest.mark.parametrize("call", CALLS)
