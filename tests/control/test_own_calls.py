@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from control.cards import make_card, make_offer
@@ -15,11 +16,12 @@ from coordinator.chains import prefix, query
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.prefix_values import PrefixChanges
+from kvlink.control.refusal import NotJoined
 from kvlink.control.security import incarnation_of
 from kvlink.control.values import Push, PushKind, SettleOrder
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
-from kvlink.errors import AccessDenied
+from kvlink.errors import AccessDenied, UnknownRequest
 
 CARD = replace(make_card(), incarnation=incarnation_of("of prefill"))
 STRANGER = make_card("stranger", process=9, agent="127.0.0.1:9")
@@ -117,6 +119,21 @@ async def test_all_processes_with_the_secret_act_for_the_worker(
     async with CoordinatorClient(addresses[-1]) as scheduler:
         scheduler.act_as("of prefill")
         await CALLS[call](scheduler)
+
+
+@pytest.mark.parametrize("change", [{"epoch": 0}, {"epoch": 2}, {"worker_id": "nobody"}])
+async def test_a_worker_names_its_own_epoch(
+    owner: CoordinatorClient, addresses: list[str], change: dict[str, Any]
+) -> None:
+    async with CoordinatorClient(addresses[-1]) as client:
+        client.act_as("of prefill")
+        stream = client.keep_alive()
+        await stream.send(Beat("prefill", 1)._replace(**change))
+        assert await stream.receive() == Push(PushKind.REJOIN)
+        with pytest.raises((NotJoined, UnknownRequest)):
+            await client.offer(make_offer("s")._replace(**change))
+        with pytest.raises((NotJoined, UnknownRequest)):
+            await client.publish_prefixes(PrefixChanges("prefill", 1, (prefix("xyz"),))._replace(**change))
 
 
 async def test_no_incarnation_is_taken_before_its_process_has_joined(addresses: list[str]) -> None:

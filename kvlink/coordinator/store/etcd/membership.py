@@ -151,7 +151,10 @@ class Membership:
 
     async def own(self, worker_id: str, epoch: int) -> Member:
         """Returns a joined worker whose process is the caller. Refused: NOT_JOINED, RESTARTED, DENIED."""
-        return _check_caller(await self.member(worker_id, epoch, Reason.NOT_JOINED))
+        member = await self.member(worker_id, epoch, Reason.NOT_JOINED)
+        if member.card.epoch != epoch:  # 0 stands for any epoch only where a worker is looked up
+            raise refusals.restarted(worker_id, epoch, member.card.epoch)
+        return _check_caller(member)
 
     async def _look(self, worker_id: str) -> _Seen:
         keys = (self._layout.epoch(worker_id), self._layout.worker(worker_id))
