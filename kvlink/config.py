@@ -194,7 +194,8 @@ class WorkerConfig(RdmaConfig):
         "KVLINK_TICKET_KEYS",
         "",
         "Names the file with the secrets that sign tickets, one per line, the newest first. All workers of a tenant "
-        "need the same. Under TLS a file is required; the value `none` turns signatures off.",
+        "need the same. Under TLS a file is required; on loopback without TLS the key comes from the token by default. "
+        "The value `none` turns signatures off.",
     )
     same_model: str = setting(
         "KVLINK_SAME_MODEL",

@@ -27,7 +27,7 @@ from lmcache.v1.multiprocess.config import P2PConfig
 from kvlink import Worker, WorkerConfig
 from kvlink.addresses import split_address
 from kvlink.config import sources
-from kvlink.control.security.tickets import ticket_keys
+from kvlink.control.security.tickets import TicketKeys, ticket_keys
 
 from .grants import Grants
 from .l1 import L1Memory, manager_of, name_of_key
@@ -47,8 +47,10 @@ _NOWHERE = TransferChannelAddress(-1, 0)
 class KVLinkTransferChannelServer(TransferChannelServer):  # type: ignore[misc]
     """Answers the asks of readers on a thread of its own."""
 
-    def __init__(self, listen_url: str, grants: Grants, context: zmq.Context[Any]) -> None:
-        self._answering = Answering(context, listen_url, grants, grants.collect)
+    def __init__(
+        self, listen_url: str, grants: Grants, context: zmq.Context[Any], keys: TicketKeys | None
+    ) -> None:
+        self._answering = Answering(context, listen_url, keys, grants, grants.collect)
 
     def close(self) -> None:
         """Stops answering. Idempotent."""
@@ -124,7 +126,7 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         self._clients: dict[str, KVLinkTransferChannelClient] = {}
         config = _config(listen_url, advertise_url, p2p or P2PConfig())
         self._timeout_s = config.timeout_s
-        self._keys = ticket_keys(config.ticket_keys)
+        self._keys = ticket_keys(config)
         with ExitStack() as opened:
             self._zmq: zmq.Context[Any] = opened.enter_context(zmq.Context())
             pool = self._pages.pool(l1_memory_desc.ptr)
@@ -133,8 +135,8 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
             if l1 is not None:
                 opened.callback(l1.close)
             self._worker = opened.enter_context(Worker(pool, f"lmcache@{advertise_url}", config=config))
-            grants = Grants(self._worker, self._pages, self._places, self._keys, l1)
-            self._server = KVLinkTransferChannelServer(listen_url, grants, self._zmq)
+            grants = Grants(self._worker, self._pages, self._places, l1)
+            self._server = KVLinkTransferChannelServer(listen_url, grants, self._zmq, self._keys)
             opened.callback(self._server.close)
             opened.callback(self._close_clients)
             self._opened = opened.pop_all()
@@ -152,9 +154,9 @@ class KVLinkTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         with self._lock:
             if (client := self._clients.get(peer_advertise_url)) is not None:
                 return client
-        asking = Asking(self._zmq, peer_advertise_url)
+        asking = Asking(self._zmq, peer_advertise_url, self._keys)
         peer = Peer(self._advertised, peer_advertise_url, asking)
-        reads = Reads(self._worker, self._pages, self._places, peer, self._keys, self._timeout_s)
+        reads = Reads(self._worker, self._pages, self._places, peer, self._timeout_s)
         made = KVLinkTransferChannelClient(peer_advertise_url, reads, asking)
         with self._lock:
             client = self._clients.setdefault(peer_advertise_url, made)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Protocol
 
 from kvlink import LeaseEnd, Worker
-from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, KVLinkError, LayoutMismatch, UnknownRequest
 from kvlink.ticket import MAX_BLOCKS, Ticket
 
@@ -41,18 +40,10 @@ class Grants:
     objects: without it, all of the memory may be read and nothing in it is ever freed, as in LMCache's benchmark.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        pages: Pages,
-        places: Places,
-        keys: TicketKeys | None,
-        objects: Objects | None = None,
-    ) -> None:
+    def __init__(self, worker: Worker, pages: Pages, places: Places, objects: Objects | None = None) -> None:
         self._worker = worker
         self._pages = pages
         self._places = places
-        self._keys = keys
         self._objects = objects
         self._numbers = itertools.count(1)
         self._held: dict[str, Hold] = {}
@@ -63,7 +54,7 @@ class Grants:
         """Returns the answer to a reader's message, which may be malformed. Raises nothing."""
         try:
             self.collect()
-            return self._answer(Ask.from_bytes(message, self._keys))
+            return self._answer(Ask.from_bytes(message))
         except KVLinkError as error:
             return self.refuse(error)
         except Exception as error:

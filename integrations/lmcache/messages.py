@@ -3,11 +3,11 @@
 
 - ask: JSON {"version", "reader", "page_bytes", "models": {model: 16 digits of its identity},
   "owners": [[model, rank, group, salt], …],
-  "objects": [[offset, size] or [offset, size, index in "owners", hash], …]}, with "mark" under KVLINK_TICKET_KEYS
+  "objects": [[offset, size] or [offset, size, index in "owners", hash], …]}
 - answer: nothing for an ask without objects; "!" and why the ask is refused; or "=", the number of objects that are
   refused, their indices in the ask, and the ticket for all others, if there is any
 
-Both are bounded and checked. With keys, only workers of the same tenant are answered.
+Both are bounded and checked. `sockets` decides who is answered.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvlink.control.security.tickets import TicketKeys
-from kvlink.errors import AccessDenied, ConfigError, TransferError
+from kvlink.errors import ConfigError, TransferError
 from kvlink.ticket import MAX_TICKET_BYTES, Ticket, check_request_id
 
 from ..models import named_model
@@ -28,7 +27,6 @@ from .pages import MOST_OBJECTS, Name, Wanted
 _VERSION = 3
 _FIELDS = {"version", "reader", "page_bytes", "models", "owners", "objects"}
 _REFUSED, _GRANTED = b"!", b"="
-_MARK = "mark"
 _MOST_HASH, _MOST_TEXT = 256, 1024
 
 MOST_ASK_BYTES = 2 << 20
@@ -46,8 +44,8 @@ class Ask:
     models: Mapping[str, str] = field(default_factory=dict)
     """The identities of the models of the objects, as the reader's host has them. `to_bytes` adds them."""
 
-    def to_bytes(self, keys: TicketKeys | None) -> bytes:
-        """Serializes the message for `from_bytes`, with the mark of this tenant if there are keys."""
+    def to_bytes(self) -> bytes:
+        """Serializes the message for `from_bytes`. Raises ConfigError if it is too long."""
         owners = {name[1:]: 0 for _, _, name in self.objects if name is not None}
         owners = {owner: number for number, owner in enumerate(owners)}
         body = {
@@ -61,7 +59,7 @@ class Ask:
                 for offset, size, name in self.objects
             ],
         }
-        message = json.dumps(body | {_MARK: keys.mark(_marked(body))} if keys else body).encode()
+        message = json.dumps(body).encode()
         if len(message) > MOST_ASK_BYTES:
             raise ConfigError(
                 f"the keys of {len(self.objects)} objects take {len(message)} bytes, more than an ask has; shorten "
@@ -70,13 +68,12 @@ class Ask:
         return message
 
     @classmethod
-    def from_bytes(cls, blob: bytes, keys: TicketKeys | None) -> Ask:
-        """Parses an untrusted message. Raises ConfigError, and AccessDenied without a mark of this tenant."""
+    def from_bytes(cls, blob: bytes) -> Ask:
+        """Parses an untrusted message. Raises ConfigError."""
         try:
             if len(blob) > MOST_ASK_BYTES:
                 raise ValueError(f"{len(blob)} bytes")
             body = json.loads(blob)
-            mark = body.pop(_MARK, "")
             if body["version"] != _VERSION:
                 raise ValueError(
                     f"version {body['version']!r:.20} of the message, this process has {_VERSION}; install the same "
@@ -93,10 +90,6 @@ class Ask:
             reader, page_bytes = body["reader"], _number(body["page_bytes"])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"not a message of kvlink's transfer channel: {error!a:.200}") from None
-        if keys and not (isinstance(mark, str) and mark.isascii() and keys.marked(_marked(body), mark)):
-            raise AccessDenied(
-                f"the message is not marked by {keys!r}: LMCache's servers need the same KVLINK_TICKET_KEYS"
-            )
         check_request_id(reader)
         return cls(reader, page_bytes, objects, models)
 
@@ -188,7 +181,3 @@ def _text(value: Any, most: int) -> str:
     if not isinstance(value, str) or len(value) > most:
         raise ValueError(f"a text is none, or has more than {most} characters")
     return value
-
-
-def _marked(body: object) -> bytes:
-    return json.dumps(body, sort_keys=True).encode()

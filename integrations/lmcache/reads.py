@@ -20,7 +20,6 @@ from functools import partial
 from typing import TypeVar
 
 from kvlink import Pull, Worker
-from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import Cancelled, KVLinkError, TransferError, TransferTimeout
 from kvlink.runtime.supervised import start_thread
 from kvlink.ticket import Ticket
@@ -79,14 +78,12 @@ class Reads:
         pages: Pages,
         places: Places,
         peer: Peer,
-        keys: TicketKeys | None,
         timeout_s: float,
     ) -> None:
         self._worker = worker
         self._pages = pages
         self._places = places
         self._peer = peer
-        self._keys = keys
         self.timeout_s = timeout_s
         """The time of a read from `begin` on, in seconds."""
         self._numbers = itertools.count(1)
@@ -258,7 +255,7 @@ class Reads:
         return part.hold.begin(lambda: self._worker.pull(ticket, into, timeout_s=left_s), Pull.cancel)
 
     def _ask(self, objects: Sequence[Wanted], timeout_s: float) -> Answer:
-        ask = Ask(self._peer.reader, self._pages.page_bytes, objects).to_bytes(self._keys)
+        ask = Ask(self._peer.reader, self._pages.page_bytes, objects).to_bytes()
         blob = self._peer.exchange(ask, timeout_s)
         return Answer.from_bytes(blob, self._peer.owner, len(objects))
 

@@ -88,6 +88,8 @@ class Announcements:
         self._coordinator = coordinator
         self._gap_s = gap_s
         self._control = ControlThread.shared()
+        self.secret = ""
+        """That of the worker in whose name it offers."""
         self._client: CoordinatorClient | None = None
 
     @classmethod
@@ -173,6 +175,7 @@ class Announcements:
     def _coordinator_client(self) -> CoordinatorClient:
         if self._client is None:
             self._client = CoordinatorClient(self._coordinator)
+        self._client.act_as(self.secret)
         return self._client
 
     async def _close(self) -> None:

@@ -142,6 +142,8 @@ class EarlierTurns:
 
     def _refuse(self, request_id: str, why: str) -> None:
         del self._turns[request_id]
+        if self._lookups is not None:
+            self._lookups.loaded(request_id, well=False)
         self._counts["another_layout"] += 1
         _log.warning("request %s: its last turn's answer cannot be pulled: %s", printable(request_id), why)
 

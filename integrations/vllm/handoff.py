@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlink.addresses import can_be_dialled, split_address
@@ -62,6 +62,8 @@ class RankInfo:
     """The 8 bytes of the model's identity, which tickets carry."""
     scope: bytes = b""
     """16 bytes that are equal for servers that may exchange prefixes, see `kvlink.layout.scope`."""
+    secret: str = field(default="", repr=False)
+    """Proves to coordinators that a call comes from this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class Handoff:
 
 @functools.lru_cache(maxsize=1)
 def _keys() -> TicketKeys | None:
-    return ticket_keys(WorkerConfig.from_env().ticket_keys)
+    return ticket_keys(WorkerConfig.from_env())
 
 
 def signed(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,8 +224,8 @@ def check_signature(given: Mapping[str, Any]) -> None:
         raise ValueError("no object")
     if keys and not keys.marked(_signed(given), _text(given.get(_SIGNATURE, ""))):
         raise ConfigError(
-            f"kv_transfer_params are not signed by {keys!r}: they were changed or forged, or the servers "
-            f"have different KVLINK_TICKET_KEYS"
+            f"kv_transfer_params are not signed by {keys.name}: they were changed or forged, or come from a server "
+            f"with {keys.advice}"
         )
 
 

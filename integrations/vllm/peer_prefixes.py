@@ -38,6 +38,8 @@ class PeerPrefixes:
         self._most = most
         self._control = ControlThread.shared()
         self._owner: Owner | None = None
+        self.secret = ""
+        """That of the worker in whose name it publishes."""
         self._live: dict[str, None] = {}
         self._asking: CoordinatorClient | None = None
         self._publishers: list[tuple[CoordinatorClient, PrefixPublisher, Future[None]]] = []
@@ -73,11 +75,19 @@ class PeerPrefixes:
             self.withdraw(request_id)
 
     def find(
-        self, digests: Sequence[bytes], span: int, own_tokens: int, own: RankInfo
+        self,
+        digests: Sequence[bytes],
+        span: int,
+        own_tokens: int,
+        own: RankInfo,
+        last: tuple[str, ...],
     ) -> Future[list[FoundPrefix]]:
-        """Asks for a server that has more than `own_tokens` tokens of a prompt. `own` is a worker of this one."""
+        """Asks for a server that has more than `own_tokens` tokens of a prompt. `own` is a worker of this one.
+
+        The workers in `last` are named only if no other has a prefix.
+        """
         keys = b"".join(digest[:KEY_BYTES] for digest in digests)
-        query = PrefixQuery(own.scope, span, keys, own_tokens // span, 1, own.owner.worker_id)
+        query = PrefixQuery(own.scope, span, keys, own_tokens // span, 1, own.owner.worker_id, last)
         return self._control.submit(self._find(query))
 
     def close(self) -> None:
@@ -97,7 +107,8 @@ class PeerPrefixes:
                 publisher = PrefixPublisher(client, self._publishing)
                 running = self._control.keep_running("server prefix publisher", publisher.run)
                 self._publishers.append((client, publisher, running))
-        for _, publisher, _ in self._publishers:
+        for client, publisher, _ in self._publishers:
+            client.act_as(self.secret)
             publisher.publish(prefix, lambda: time.monotonic() < ends)
 
     def _publishing(self) -> WorkerEpoch:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvlink.control.prefix_values import FoundPrefix
 from kvlink.errors import ConfigError
-from kvlink.worker.prefix_choice import PrefillMeter, pull_or_compute
+from kvlink.worker.prefix_choice import FailedSources, PrefillMeter, pull_or_compute
 
 from ..request_names import printable
 from .handoff import Handoff, RankInfo
@@ -43,6 +43,9 @@ class PrefixLookups:
         self._clock = clock
         self._new: set[str] = set()
         self._asked: dict[str, Future[list[FoundPrefix]]] = {}
+        self._taken: dict[str, tuple[str, ...]] = {}
+        """Maps requests whose prefix is pulled to the workers that published it."""
+        self._sources = FailedSources(clock)
         self._step: tuple[float, int] | None = None
         self.meter = PrefillMeter()
         self.cost: Callable[[str], LoadCost | None] = lambda worker_id: None
@@ -63,7 +66,8 @@ class PrefixLookups:
         most = min(int(request.num_prompt_tokens) - 1, MOST_DIGESTS * span) // span * span
         if most > num_computed:
             digests = prefix_digests(request, most, span)
-            self._asked[request_id] = self._peers.find(digests, span, num_computed, own)
+            last = self._sources.last()
+            self._asked[request_id] = self._peers.find(digests, span, num_computed, own, last)
 
     def is_asking(self, request_id: str) -> bool:
         """Returns whether the answer is not there yet."""
@@ -83,16 +87,37 @@ class PrefixLookups:
             return None
         if not (found := asked.result()):
             return None
+        owners = found[0].worker_ids
         try:
             handoff = Handoff.from_params(json.loads(found[0].tickets[0]))
+            if owners and owners[0] != handoff.owners[0].worker_id:
+                raise ConfigError("another worker has published the handoff than the one that owns it")
         except (ConfigError, ValueError, LookupError, RecursionError):
             self._counts["malformed"] += 1
+            self._sources.blame(owners)
             return None
-        return handoff if self._pays(request, handoff, common(request, handoff) - num_computed) else None
+        num_tokens = common(request, handoff) - num_computed
+        if num_tokens <= 0:
+            self._counts["nothing_in_common"] += 1
+            self._sources.blame(owners)
+            return None
+        if not self._pays(request, handoff, num_tokens):
+            return None
+        self._taken[request.request_id] = owners
+        return handoff
+
+    def loaded(self, request_id: str, *, well: bool) -> None:
+        """Notes how a load of a request ended. A server that did not give what it published is asked last for a while.
+
+        Does nothing for a load of something else.
+        """
+        owners = self._taken.pop(request_id, ())
+        (self._sources.forgive if well else self._sources.blame)(owners)
 
     def ended(self, request_id: str) -> None:
         """Forgets a request in any state."""
         self._new.discard(request_id)
+        self._taken.pop(request_id, None)
         asked = self._asked.pop(request_id, None)
         if asked is not None:
             asked.cancel()
@@ -111,9 +136,6 @@ class PrefixLookups:
             self.meter.note(num_tokens, self._clock() - began)
 
     def _pays(self, request: Any, handoff: Handoff, num_tokens: int) -> bool:
-        if num_tokens <= 0:
-            self._counts["nothing_in_common"] += 1
-            return False
         cost, rate = self.cost(handoff.owners[0].worker_id), self.meter.rate()
         if cost is None:  # the first pull from a server finds its cost out
             reason, pays = "pulls: the cost of a pull from there is not known yet", rate is not None

@@ -115,6 +115,9 @@ class SchedulerSide:
             self._changed_at = time.time()
             self.turns.model_changed()
         self.incoming.layout = self._ranks[0] if self._ranks else None
+        for calls in (self._announcements, self.turns.peers):
+            if calls is not None and self._ranks:
+                calls.secret = self._ranks[0].secret
 
     def arrived(self, request: Any) -> None:
         """Registers a request, before it is scheduled. From now on decode's lease at prefill is kept alive."""
@@ -186,7 +189,11 @@ class SchedulerSide:
 
     def received(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Handles loads that ended on every worker, well or not."""
-        self.incoming.received(request_ids, failed)
+        ended, lookups = tuple(request_ids), self.turns.lookups
+        self.incoming.received(ended, failed)
+        if lookups is not None:
+            for request_id in ended:
+                lookups.loaded(request_id, well=request_id not in failed)
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Frees the slots of leases that ended on every worker."""

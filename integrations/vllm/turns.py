@@ -42,7 +42,7 @@ class Turns:
         self._counts: Counter[str] = Counter()
         self._announcements = announcements
         self._bidirectional = bidirectional
-        self._peers = peers
+        self.peers = peers
         self.lookups = PrefixLookups(peers, self._counts) if peers is not None else None
         self.answers = Answers(seats, ttl_s, self._counts) if seats is not None else None
         self.earlier = EarlierTurns(self._counts, announcements, self.lookups) if seats is not None else None
@@ -91,14 +91,14 @@ class Turns:
 
     def model_changed(self) -> None:
         """Withdraws what was published: it belongs to the model before."""
-        if self._peers is not None:
-            self._peers.withdraw_all()
+        if self.peers is not None:
+            self.peers.withdraw_all()
 
     def withdraw_ended(self) -> None:
         """Removes shared prefixes that lost a block from the directories."""
-        if self.answers is not None and self._peers is not None:
+        if self.answers is not None and self.peers is not None:
             for request_id in self.answers.take_ended():
-                self._peers.withdraw(request_id)
+                self.peers.withdraw(request_id)
 
     @property
     def pending(self) -> bool:
@@ -148,17 +148,17 @@ class Turns:
         self, request: Any, groups: GroupIds, ranks: Sequence[RankInfo], commands: StepCommands
     ) -> None:
         """Lets peers find the prefix of a request that has just ended well, whether it is handed off or not."""
-        if self._peers is None or self.answers is None:
+        if self.peers is None or self.answers is None:
             return
         self.step_began(0)
         handoff = self.answers.offer(request, groups[0], ranks, commands, shared=True)
-        if handoff is not None and (ended := self._peers.publish(handoff, ranks[0].scope)):
+        if handoff is not None and (ended := self.peers.publish(handoff, ranks[0].scope)):
             self.answers.forget(ended)
 
     def close(self) -> None:
         """Closes the connections to the directories. Idempotent."""
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
 
     def take_counts(self) -> dict[str, int]:
         """Returns and resets the counts, by result."""

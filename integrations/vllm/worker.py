@@ -59,6 +59,7 @@ class WorkerSide:
             tuple(group.token_unit for group in caches.groups),
             caches.pool.model.number,
             cache_scope(caches.pool.groups, caches.pool.model),
+            self._worker.secret,
         )
         self._loads = Loads(self._worker, caches, self._stats, self.guard)
         self._begun: StepCommands | None = None

@@ -23,7 +23,7 @@ from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.client import Client
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.stream import Stream
-from kvlink.control.security import Security
+from kvlink.control.security import MEMBER, Security
 from kvlink.control.values import (
     Claim,
     ConnectReply,
@@ -64,6 +64,10 @@ class CoordinatorClient(PrefixCalls):
         self._cards: OrderedDict[tuple[str, int], WorkerCard] = OrderedDict()
         self._given_up: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         """Maps (request id, reader) to the claim id of a claim that ended without an answer."""
+
+    def act_as(self, secret: str) -> None:
+        """Calls from now on as the process with this secret, whose card has `incarnation_of(secret)`, or as none."""
+        self._channel.metadata = ((MEMBER, secret),) if secret else ()
 
     async def join(
         self, card: WorkerCard, rejoin: bool = False, timeout_s: float | None = None

@@ -54,6 +54,8 @@ MAX_PREFIX_KEYS = 1 << 16
 MAX_PREFIX_TICKET_BYTES = 4 << 20
 MAX_FOUND = 16
 """Bounds the servers that the answer to one lookup names."""
+MAX_ASKED_LAST = 64
+"""Bounds the workers that a lookup asks for last."""
 MAX_REQUEST_BYTES = 8 << 20
 """The largest message that a server accepts. One ticket of a million blocks fits."""
 MAX_REPLY_BYTES = 256 << 20

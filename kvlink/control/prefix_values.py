@@ -44,6 +44,8 @@ class PrefixQuery(NamedTuple):
     more_than: int = 0
     most: int = 1
     worker_id: str = ""
+    last: tuple[str, ...] = ()
+    """Workers whose prefixes are named only if no other worker has any."""
 
 
 class FoundPrefix(NamedTuple):
@@ -51,6 +53,8 @@ class FoundPrefix(NamedTuple):
 
     num_keys: int
     tickets: tuple[bytes, ...]
+    worker_ids: tuple[str, ...] = ()
+    """The workers that published the tickets, or none if the coordinator does not name them."""
 
     def __repr__(self) -> str:
         """Omits the tickets, which are secret."""

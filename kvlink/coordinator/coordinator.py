@@ -162,8 +162,7 @@ class Coordinator:
         server.unary(Calls.OVERVIEW, lambda _: self.overview())
 
     async def _join(self, request: JoinRequest) -> Membership:
-        if not request.rejoin:
-            await self._incumbents.check_gone(request.card)
+        await self._incumbents.check_gone(request.card, request.rejoin)
         epoch = await self._store.join(request.card, request.rejoin)
         _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
         return Membership(epoch, self._lease_s, self._lease_s / BEATS_PER_LEASE)
@@ -171,7 +170,7 @@ class Coordinator:
     async def _keep_alive(self, beats: AsyncIterator[Beat], send: Send[Push]) -> None:
         forwarding: asyncio.Task[None] | None = None
         orders: Feed[SettleOrder] | None = None
-        worker: Beat | None = None
+        reported: Beat | None = None
         try:
             async for worker in beats:
                 if not await self._store.beat(worker.worker_id, worker.epoch):
@@ -180,11 +179,12 @@ class Coordinator:
                 if orders is None:
                     orders = await self._store.orders(worker.worker_id, worker.epoch)
                     forwarding = start_loop("settle orders", partial(_forward, orders, send))
+                reported = worker
                 self._reports.note(caller().tenant, worker)
                 await send(Push(PushKind.ACK))
         finally:
-            if worker is not None:
-                self._reports.forget(caller().tenant, worker.worker_id, worker.epoch)
+            if reported is not None:
+                self._reports.forget(caller().tenant, reported.worker_id, reported.epoch)
             if orders is not None and forwarding is not None:
                 orders.close()
                 forwarding.cancel()

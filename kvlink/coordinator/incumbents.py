@@ -25,8 +25,8 @@ _MOST_AT_ONCE = 256
 
 _log = logging.getLogger("kvlink.control")
 
-Ask = Callable[[str, str], Awaitable[WorkerCard]]
-"""Maps (address of an agent, tenant) to the card of the worker that listens there. Raises KVLinkError."""
+Ask = Callable[[str, str, bool], Awaitable[WorkerCard]]
+"""Maps (address of an agent, tenant, whether to wait until it has started) to its worker's card. Raises KVLinkError."""
 
 
 class Incumbents:
@@ -42,10 +42,13 @@ class Incumbents:
         self._room = asyncio.Semaphore(_MOST_AT_ONCE)
         self._quota = LogQuota()
 
-    async def check_gone(self, newcomer: WorkerCard) -> None:
-        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker)."""
+    async def check_gone(self, newcomer: WorkerCard, rejoin: bool = False) -> None:
+        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker).
+
+        A rejoin under an epoch that is not newer is left to the store, which refuses it for good.
+        """
         incumbent = await self._incumbent(newcomer)
-        if incumbent is None:
+        if incumbent is None or (rejoin and newcomer.epoch <= incumbent.epoch):
             return
         async with self._room:
             gone = await self._why_gone(incumbent, newcomer)
@@ -90,7 +93,7 @@ class Incumbents:
         is_same = incumbent.agent == newcomer.agent
         answer_s = _OWN_ANSWER_S if is_same else self._answer_s
         try:
-            found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant), answer_s)
+            found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant, not is_same), answer_s)
             if found.incarnation == incumbent.incarnation:
                 return ""
             gone = "another process listens there"
@@ -101,14 +104,14 @@ class Incumbents:
         is_elsewhere = incumbent.host.boot_id != newcomer.host.boot_id
         return "" if is_same and is_elsewhere and is_loopback(split_address(incumbent.agent)[0]) else gone
 
-    async def _ask_agent(self, address: str, tenant: str) -> WorkerCard:
-        """Fetches the card from an agent. Retries while the agent is starting, as it may have joined just now."""
+    async def _ask_agent(self, address: str, tenant: str, waits: bool) -> WorkerCard:
+        """Fetches the card from an agent. `waits` while it is starting, as it may have joined just now."""
         backoff = Backoff()
         async with AgentClient(address, self._answer_s, self._security, tenant) as client:
             while True:
                 try:
                     return await client.card_at_once()
                 except CoordinatorUnavailable as error:
-                    if error.telling < 1:
+                    if error.telling < 1 or not waits:
                         raise
                 await asyncio.sleep(backoff.delay_s())

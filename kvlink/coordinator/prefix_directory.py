@@ -8,7 +8,7 @@ change therefore cost steps for each run and not for each key, which are compare
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -53,12 +53,18 @@ class _Copy:
         tickets = sum(len(part.ticket) + _BYTES_OF_PART for part in self.parts.values())
         return _BYTES_OF_COPY + len(self.keys) + tickets
 
-    def is_of(self, worker_id: str) -> bool:
-        return any(part.worker_id == worker_id for part in self.parts.values())
+    def is_of(self, worker_ids: Set[str]) -> bool:
+        return any(part.worker_id in worker_ids for part in self.parts.values())
+
+    def may_be_changed_by(self, worker_id: str, rank: int) -> bool:
+        """Returns whether a worker may publish this rank. Nobody is told of a prefix that is not complete."""
+        of_rank = self.parts.get(rank)
+        return of_rank.worker_id == worker_id if of_rank else not self.servers or self.is_of({worker_id})
 
     def found(self, num_bytes: int) -> tuple[str, FoundPrefix]:
-        tickets = tuple(self.parts[rank].ticket for rank in range(self.num_ranks))
-        return self.servers[0], FoundPrefix(num_bytes // KEY_BYTES, tickets)
+        parts = [self.parts[rank] for rank in range(self.num_ranks)]
+        tickets, workers = tuple(part.ticket for part in parts), tuple(part.worker_id for part in parts)
+        return workers[0], FoundPrefix(num_bytes // KEY_BYTES, tickets, workers)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +127,15 @@ class PrefixDirectory:
         return len(self._copies)
 
     def publish(self, worker_id: str, epoch: int, prefix: Prefix, now: float) -> None:
-        """Adds one rank's ticket of a prefix. It replaces the rank's last one of the same name."""
+        """Adds one rank's ticket of a prefix. It replaces the rank's last one of the same name.
+
+        What others have published stays: a worker replaces its own ticket only, or a prefix that it has a rank of.
+        """
         name = (prefix.request_id, worker_id if prefix.num_ranks == 1 else "")
         scope = (prefix.scope, prefix.tokens_per_key)
         copy = self._copies.get(name)
+        if copy is not None and not copy.may_be_changed_by(worker_id, prefix.rank):
+            return
         if copy is not None and (copy.scope, copy.keys, copy.num_ranks) == (
             scope,
             prefix.keys,
@@ -152,7 +163,7 @@ class PrefixDirectory:
         """Drops the prefix of this name, if the worker has published a rank of it."""
         for name in ((request_id, worker_id), (request_id, "")):
             copy = self._copies.get(name)
-            if copy is not None and copy.is_of(worker_id):
+            if copy is not None and copy.is_of({worker_id}):
                 self._drop(copy)
 
     def drop_worker(self, worker_id: str, epoch: int, most: int = sys.maxsize) -> bool:
@@ -181,24 +192,16 @@ class PrefixDirectory:
     def find(self, query: PrefixQuery, most: int) -> list[tuple[str, FoundPrefix]]:
         """Returns at most `most` servers with the longest prefix, and the worker id of the first rank of each.
 
-        Servers that have the same prefix take turns to be the first.
+        Servers that have the same prefix take turns to be the first. Without the workers that are asked last, if
+        another one has a prefix.
         """
         self.num_lookups += 1
-        num_skipped, least = 0, query.more_than * KEY_BYTES
-        for node, length in reversed(list(self._matching((query.scope, query.tokens_per_key), query.keys))):
-            if length <= least or num_skipped > _MOST_SKIPPED:
-                break
-            taken: list[_Servers] = []
-            for servers in node.copies:
-                if query.worker_id not in servers:
-                    taken.append(servers)
-                else:
-                    num_skipped += 1
-                if len(taken) == most or num_skipped > _MOST_SKIPPED:
-                    break
-            if taken:
+        matching = list(self._matching((query.scope, query.tokens_per_key), query.keys))
+        reader = {query.worker_id}
+        for without in (reader.union(query.last), reader) if query.last else (reader,):
+            if found := _longest(matching, query.more_than * KEY_BYTES, without, most):
                 self.num_hits += 1
-                return [_turn(node, servers).found(length) for servers in taken]
+                return found
         return []
 
     def _matching(self, scope: tuple[bytes, int], keys: bytes) -> Iterator[tuple[_Node, int]]:
@@ -271,6 +274,29 @@ class PrefixDirectory:
         copy.servers = ()
         if not root.children:
             del self._roots[copy.scope]
+
+
+def _longest(
+    matching: Sequence[tuple[_Node, int]], least: int, without: Set[str], most: int
+) -> list[tuple[str, FoundPrefix]]:
+    """Returns what the longest node has of servers without these workers. They go to the end, behind those that have
+    waited longer, as skipped ones do."""
+    num_skipped = 0
+    for node, length in reversed(matching):
+        if length <= least or num_skipped > _MOST_SKIPPED:
+            break
+        taken: list[_Servers] = []
+        skipped: list[_Servers] = []
+        for servers in islice(node.copies, most + _MOST_SKIPPED):
+            (taken if without.isdisjoint(servers) else skipped).append(servers)
+            if len(taken) == most:
+                break
+        num_skipped += len(skipped)
+        for servers in skipped:
+            node.copies[servers] = node.copies.pop(servers)
+        if taken:
+            return [_turn(node, servers).found(length) for servers in taken]
+    return []
 
 
 def _turn(node: _Node, servers: _Servers) -> _Copy:

@@ -17,7 +17,7 @@ from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import MAX_FOUND, Limits
 from kvlink.control.now import now
 from kvlink.control.prefix_values import FoundPrefix, PrefixChanges, PrefixQuery
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Refused
 from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import caller
 from kvlink.control.values import CoordinatorStatus
@@ -48,8 +48,8 @@ class PrefixService:
         server.unary(Calls.FIND_PREFIX, self.find)
 
     async def publish(self, changes: PrefixChanges) -> int:
-        """Makes the changes of a joined worker. Returns the directory's id. Raises Refused (NOT_JOINED, RESTARTED)."""
-        await self._check_joined(changes)
+        """Makes the changes of a joined worker. Returns the directory's id. Raises Refused as Store.check_own does."""
+        await self._store.check_own(changes.worker_id, changes.epoch)
         directory = self._followed(caller().tenant)
         await self._expire(directory)
         for request_id in changes.withdrawn:
@@ -59,7 +59,7 @@ class PrefixService:
             directory.publish(changes.worker_id, changes.epoch, prefix, self._clock())
             await self._make_room()
             if await self._pause(directory):
-                await self._check_joined(changes)
+                await self._store.check_own(changes.worker_id, changes.epoch)
         return self._id
 
     async def find(self, query: PrefixQuery) -> list[FoundPrefix]:
@@ -128,14 +128,6 @@ class PrefixService:
         directory.num_steps = 0
         await asyncio.sleep(0)
         return True
-
-    async def _check_joined(self, changes: PrefixChanges) -> None:
-        try:
-            await self._store.worker(changes.worker_id, changes.epoch)
-        except Refused as refused:
-            if refused.reason is Reason.UNKNOWN:
-                raise Refused(Reason.NOT_JOINED, refused.sentence) from None
-            raise
 
     async def _host(self, worker_id: str) -> str:
         try:

@@ -58,6 +58,9 @@ class TenantStores:
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
         return _shown(await (await self._here()).worker(worker_id, epoch))
 
+    async def check_own(self, worker_id: str, epoch: int) -> None:  # noqa: D102
+        await (await self._here()).check_own(worker_id, epoch)
+
     async def workers(self) -> list[WorkerCard]:  # noqa: D102
         return [card for cards in (await self.by_tenant()).values() for card in cards]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,13 +125,12 @@ def write(path: Path, found: Sequence[Step], run: Callable[[Step], Result] = run
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes the file so that a crash leaves the old text or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
+    """Writes the file so that a crash leaves the old text or the new one. Nobody else can have made the new file."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(path)
+    Path(file.name).replace(path)
 
 
 def _own(title: str, *words: str) -> Step:

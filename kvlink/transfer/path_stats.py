@@ -97,6 +97,14 @@ class AllPathStats:
         path = Path(worker_id, transport)
         return path if path in self._stats else Path(OTHERS, transport)
 
+    def outcomes(self, worker_id: str) -> tuple[int, int]:
+        """Returns how many transfers from an owner were valid, and how many failed without being cancelled here."""
+        with self._lock:
+            found = [stats for path, stats in self._stats.items() if path.worker_id == worker_id]
+        counts = [_read(stats) for stats in found]
+        failed = sum(each.failed.total() - each.failed["Cancelled"] for each in counts)
+        return sum(each.valid for each in counts), failed
+
     def counts(self) -> dict[Path, PathCounts]:
         """Returns the counters of every path that was ever connected."""
         with self._lock:

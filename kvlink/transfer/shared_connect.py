@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ _LEAST_ATTEMPT_S = 1.0
 """The shortest timeout of an attempt, even if its callers have sooner deadlines. Later callers may wait longer."""
 _NUM_ATTEMPTS = 3
 """The number of attempts for an owner that refuses. An owner that does not answer may get more."""
+
+_MOST_FAILED = 1024
 
 Key = tuple[str, int]
 """Identifies an owner by worker_id and epoch."""
@@ -47,6 +50,8 @@ class SharedConnects:
         self.durations = Durations()
         """The durations of successful attempts, without back-off."""
         self.num_retries = 0
+        self.failed: Counter[str] = Counter()
+        """Counts the attempts that failed, by the owner's worker_id. Those of the latest owners only."""
         self._attempt, self._clock = attempt, clock
         self._closed = False
         self._running: dict[Key, _Connect] = {}
@@ -117,8 +122,10 @@ class SharedConnects:
             del self._running[key]
             if key in self._backoffs and not self._backoffs[key].failures:
                 del self._backoffs[key]
-        if not connect.task.cancelled():
-            connect.task.exception()  # without a caller, asyncio would log that it was never retrieved
+        if not connect.task.cancelled() and connect.task.exception() is not None:
+            self.failed[key[0]] = self.failed.pop(key[0], 0) + 1
+            if len(self.failed) > _MOST_FAILED:
+                del self.failed[next(iter(self.failed))]
 
     def _not_in_time(self, key: Key, when: str = "") -> KVLinkError:
         backoff = self._backoffs.get(key)

@@ -18,6 +18,7 @@ from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionS
 from kvlink.control.overview import WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.security import incarnation_of
 from kvlink.control.values import WorkerEpoch
 from kvlink.durations import Durations
 from kvlink.errors import ConfigError, KVLinkError
@@ -48,6 +49,8 @@ class WorkerMembership:
         self._security = security = Security.of(config)
         at = config.coordinator
         self._client = CoordinatorClient(at, security=security) if at else None
+        self.secret = ""
+        """Proves to coordinators that a call comes from this worker, after `join`."""
         self._agent = WorkerAgent(
             lambda *request: engine().accept(*request),
             settle=self._settle_own,
@@ -104,10 +107,12 @@ class WorkerMembership:
 
     async def join(self, worker_id: str, engine: Engine) -> WorkerCard:
         """Publishes and returns the worker's card with the granted epoch. Raises CoordinatorUnavailable."""
+        await self._leave_session()
+        self.secret = secrets.token_urlsafe(16)
         card = WorkerCard(
             worker_id=worker_id,
             epoch=engine.epoch,
-            incarnation=secrets.token_bytes(16),
+            incarnation=incarnation_of(self.secret),
             agent=self._agent.address,
             host=this_host(),
             layouts=engine.pool.groups,
@@ -115,7 +120,7 @@ class WorkerMembership:
             transports=engine.cards(),
         )
         if self._client is not None:
-            await self._leave_session()
+            self._client.act_as(self.secret)
             self._session = await Session.join(
                 self._client, card, self._settle_own, report=lambda: self.report()
             )
@@ -217,6 +222,7 @@ class WorkerMembership:
         if not self._publishing:
             for address in self._client.address.split(","):
                 client = CoordinatorClient(address, security=self._security)
+                client.act_as(self.secret)
                 publisher = PrefixPublisher(
                     client, lambda: WorkerEpoch(session.card.worker_id, session.card.epoch)
                 )

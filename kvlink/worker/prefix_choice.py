@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether to pull a prefix from a peer or to compute it, from the predicted times of both. Pure."""
+"""Decides whether to pull a prefix from a peer or to compute it, and which peers to ask last. Pure."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvlink.control.limits import MAX_ASKED_LAST
 from kvlink.errors import ConfigError
 
+_ASKED_LAST_S = 60.0
+_MOST_WATCHED = 256
 _FORGET = 0.97
 """Each prefill counts this much less than the next one, so that the rate follows the load."""
 _FEWEST = 3
@@ -124,3 +129,70 @@ def pull_or_compute(
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
+
+
+class FailedSources:
+    """Remembers which peers did not give a prefix that they have published. For a minute they are asked last.
+
+    Without this, a peer that publishes the longest prefix of every prompt would be chosen each time. Not thread-safe.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[str, float] = {}
+
+    def blame(self, worker_ids: Iterable[str]) -> None:
+        """Asks these workers last from now on."""
+        for worker_id in worker_ids:
+            self._until.pop(worker_id, None)
+            self._until[worker_id] = self._clock() + _ASKED_LAST_S
+            if len(self._until) > MAX_ASKED_LAST:
+                del self._until[next(iter(self._until))]
+
+    def forgive(self, worker_ids: Iterable[str]) -> None:
+        """Asks these workers as any other."""
+        for worker_id in worker_ids:
+            self._until.pop(worker_id, None)
+
+    def last(self) -> tuple[str, ...]:
+        """Returns the workers to ask last."""
+        now = self._clock()
+        return tuple(worker_id for worker_id, until in self._until.items() if until > now)
+
+
+class WatchedSources(FailedSources):
+    """Judges the peers whose prefixes were found by the pulls from them.
+
+    outcomes: returns how many pulls from a worker were good and how many failed, since the start.
+    """
+
+    def __init__(
+        self, outcomes: Callable[[str], tuple[int, int]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(clock)
+        self._outcomes = outcomes
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def found(self, worker_ids: Iterable[str]) -> None:
+        """Watches the pulls from these workers from now on."""
+        for worker_id in worker_ids:
+            before = self._before.pop(worker_id, None)
+            self._before[worker_id] = before or self._outcomes(worker_id)
+            if len(self._before) > _MOST_WATCHED:
+                del self._before[next(iter(self._before))]
+
+    def lied(self, worker_ids: Iterable[str]) -> None:
+        """Asks these workers last, whatever pulls from them bring: they have not what they publish."""
+        for worker_id in worker_ids:
+            self._before.pop(worker_id, None)
+        self.blame(worker_ids)
+
+    def last(self) -> tuple[str, ...]:
+        """Returns the workers to ask last. A good pull outweighs failed ones of the same time."""
+        for worker_id, before in list(self._before.items()):
+            good, failed = self._before[worker_id] = self._outcomes(worker_id)
+            if good > before[0]:
+                self.forgive([worker_id])
+            elif failed > before[1]:
+                self.blame([worker_id])
+        return super().last()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from kvlink.errors import AccessDenied, ConfigError
 from kvlink.layout.scope import cache_scope
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.timeouts import checked
+from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
 from kvlink.worker.membership import WorkerMembership
+from kvlink.worker.prefix_choice import WatchedSources
 from kvlink.worker.soft_leases import SoftLeases
 
 _TTL_S = 600.0
@@ -43,7 +46,13 @@ class SharedPrefixes(SoftLeases):
     pool: BlockPool
     _membership: WorkerMembership
     _control: ControlThread
+    _peers: Peers
     _checked: Callable[[Ticket], Ticket]
+
+    @property
+    def secret(self) -> str:
+        """Proves to coordinators that a call comes from this worker, where a scheduler in another process makes it."""
+        return self._membership.secret
 
     def publish_prefix(self, ticket: Ticket, *, ttl_s: float = _TTL_S) -> None:
         """Tells the coordinator that peers can pull with this soft ticket, until its lease ends. Does not block.
@@ -84,7 +93,8 @@ class SharedPrefixes(SoftLeases):
 
         The future has at most `most` peers, those on this host first, and none if no peer has more than `own_tokens`
         tokens. Their tickets are for `pull`. A peer may have evicted the blocks since: the pull then raises
-        StaleBlocks, and the prompt is computed.
+        StaleBlocks, and the prompt is computed. A peer from which no pull has succeeded since one has failed is left
+        out for a minute, unless no other peer has a prefix.
 
         digests: of the prompt's prefixes, as for `offer_soft`: the first covers `tokens_per_digest` tokens.
         own_tokens: how many of the first tokens this worker has in its own cache.
@@ -107,11 +117,30 @@ class SharedPrefixes(SoftLeases):
         query = PrefixQuery(scope, tokens_per_digest, keys, more_than, most, self.card.worker_id)
 
         async def find() -> list[SharedPrefix]:
-            found = await self._membership.find_prefix(query, limit_s)
-            usable = [_usable(each, mine, tokens_per_digest, self._checked) for each in found]
-            return [each for each in usable if each is not None and each.num_tokens > own_tokens]
+            sources = self._sources_of_prefixes
+            found = await self._membership.find_prefix(query._replace(last=sources.last()), limit_s)
+            usable = []
+            for each in found:
+                prefix = _usable(each, mine, tokens_per_digest, self._checked)
+                num_tokens = 0 if prefix is None else prefix.num_tokens
+                if prefix is not None and num_tokens > own_tokens:
+                    usable.append(prefix)
+                    sources.found(each.worker_ids)
+                if num_tokens < each.num_keys * tokens_per_digest:
+                    sources.lied(each.worker_ids)
+            return usable
 
         return self._control.submit(find())
+
+    @functools.cached_property
+    def _sources_of_prefixes(self) -> WatchedSources:
+        """Belongs to the control loop."""
+
+        def outcomes(worker_id: str) -> tuple[int, int]:
+            good, failed = self._engine.path_stats.outcomes(worker_id)
+            return good, failed + self._peers.connects.failed[worker_id]
+
+        return WatchedSources(outcomes)
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         self._control.on_loop("published prefix", call, *args)
@@ -142,7 +171,10 @@ def _prefix(ticket: Ticket, scope: bytes, ttl_s: float, what: str) -> Prefix:
 def _usable(
     found: FoundPrefix, digests: Sequence[bytes], step: int, check: Callable[[Ticket], Ticket]
 ) -> SharedPrefix | None:
-    """Returns what the tickets have in common with the prompt by their own digests. The directory only hints at it."""
+    """Returns what the tickets have in common with the prompt by their own digests. The directory only hints at it.
+
+    A worker publishes tickets of its own blocks only, or others would be blamed for it.
+    """
     try:
         tickets = tuple(check(Ticket.from_bytes(blob)) for blob in found.tickets)
     except (ConfigError, AccessDenied):
@@ -150,4 +182,6 @@ def _usable(
     for ticket in tickets:
         if not ticket.soft or ticket.digests is None or ticket.num_tokens != step * len(ticket.digests):
             return None
+    if found.worker_ids and tuple(ticket.worker_id for ticket in tickets) != found.worker_ids:
+        return None
     return SharedPrefix(min(ticket.common_tokens(digests) for ticket in tickets), tickets)

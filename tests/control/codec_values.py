@@ -109,8 +109,17 @@ def claims(draw: st.DrawFn) -> Claim:
 SCOPES = st.binary(min_size=16, max_size=16)
 KEYS = st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=9).map(b"".join)
 STEPS = st.integers(1, 1 << 20)
-QUERIES = st.builds(PrefixQuery, SCOPES, STEPS, KEYS, U32, st.integers(1, 16), st.just("") | NAMES)
-FOUND = st.builds(FoundPrefix, st.integers(1, 1 << 16), st.lists(BLOBS, min_size=1, max_size=3).map(tuple))
+SOME_NAMES = st.lists(NAMES, max_size=3).map(tuple)
+QUERIES = st.builds(
+    PrefixQuery, SCOPES, STEPS, KEYS, U32, st.integers(1, 16), st.just("") | NAMES, SOME_NAMES
+)
+
+
+@st.composite
+def found_prefixes(draw: st.DrawFn) -> FoundPrefix:
+    tickets = tuple(draw(st.lists(BLOBS, min_size=1, max_size=3)))
+    names = st.lists(NAMES, min_size=len(tickets), max_size=len(tickets)).map(tuple)
+    return FoundPrefix(draw(st.integers(1, 1 << 16)), tickets, draw(st.just(()) | names))
 
 
 @st.composite
@@ -200,7 +209,7 @@ EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     ),
     (CoordinatorCalls.PUBLISH_PREFIXES.reply, U64),
     (CoordinatorCalls.FIND_PREFIX.request, QUERIES),
-    (CoordinatorCalls.FIND_PREFIX.reply, st.lists(FOUND, max_size=3)),
+    (CoordinatorCalls.FIND_PREFIX.reply, st.lists(found_prefixes(), max_size=3)),
     (CoordinatorCalls.OVERVIEW.reply, OVERVIEWS),
     (
         CoordinatorCalls.STATUS.reply,

@@ -18,7 +18,7 @@ from waiting import closed_port, until
 
 from kvlink.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
-from kvlink.control.refusal import Refused, WorkerIdTaken
+from kvlink.control.refusal import Refused, Replaced, WorkerIdTaken
 from kvlink.coordinator import Coordinator, incumbents
 from kvlink.coordinator.incumbents import Incumbents
 from kvlink.coordinator.store.memory import MemoryStore
@@ -123,7 +123,7 @@ async def test_a_process_at_the_address_of_another_is_asked_for(
     """A Service, a NAT or loopback on two hosts: the address alone does not say that the first process has ended."""
     first, newcomer = make_card(agent=address), replace(second(address), host=host)
 
-    async def ask(address: str, tenant: str) -> WorkerCard:
+    async def ask(address: str, tenant: str, waits: bool) -> WorkerCard:
         if answers == "nobody yet":
             await asyncio.Event().wait()
         return first if answers == "the first" else newcomer
@@ -135,7 +135,7 @@ async def test_a_process_at_the_address_of_another_is_asked_for(
 
 
 async def test_a_process_that_comes_back_asks_nobody() -> None:
-    async def ask(address: str, tenant: str) -> WorkerCard:
+    async def ask(address: str, tenant: str, waits: bool) -> WorkerCard:
         raise AssertionError
 
     await Incumbents(await started_store(), Security(), ask).check_gone(make_card())
@@ -153,8 +153,26 @@ async def test_a_restart_on_a_fixed_port_joins_although_its_own_agent_answers(
         assert (await client.join(second(again.address))).epoch == 9
 
 
+async def test_a_restart_at_the_same_address_does_not_wait_for_itself(client: CoordinatorClient) -> None:
+    async with agent() as starting:
+        await client.join(make_card(agent=starting.address))
+        assert (await client.join(second(starting.address))).epoch == 9
+        assert starting._server.counts.refusals["GetCard", "NOT_READY"] == 1
+
+
+async def test_another_process_does_not_take_the_name_by_the_address_of_the_first(
+    client: CoordinatorClient,
+) -> None:
+    async with agent() as healthy:
+        card = make_card(agent=healthy.address)
+        await client.join(card)
+        healthy.publish(card)
+        with pytest.raises(WorkerIdTaken):
+            await client.join(second(healthy.address))
+
+
 async def test_who_does_not_answer_in_time_has_lost_the_name() -> None:
-    async def silent(address: str, tenant: str) -> WorkerCard:
+    async def silent(address: str, tenant: str, waits: bool) -> WorkerCard:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -173,13 +191,17 @@ async def test_an_agent_that_is_starting_is_asked_again(client: CoordinatorClien
             await joining
 
 
-async def test_a_worker_that_comes_back_after_a_lost_coordinator_is_not_held_up(
+async def test_who_says_that_it_comes_back_takes_no_name_from_a_process_that_runs(
     client: CoordinatorClient,
 ) -> None:
-    async with agent() as mistaken:
-        await client.join(make_card(agent=mistaken.address))
-        mistaken.publish(make_card(agent=mistaken.address))
-        assert (await client.join(second(), rejoin=True)).epoch == 9
+    async with agent() as healthy:
+        await client.join(make_card(agent=healthy.address))
+        healthy.publish(make_card(agent=healthy.address))
+        with pytest.raises(WorkerIdTaken):
+            await client.join(second(), rejoin=True)
+        with pytest.raises(Replaced):
+            await client.join(make_card(process=2), rejoin=True)
+    assert (await client.join(second(), rejoin=True)).epoch == 9, "a coordinator has lost its last epochs"
 
 
 async def test_under_tls_a_coordinator_may_ask_an_agent_who_it_is_and_nothing_else(tmp_path: Path) -> None:

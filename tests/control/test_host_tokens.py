@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -193,6 +195,21 @@ async def test_nothing_is_believed_of_who_took_the_port(
     ):
         with pytest.raises(AccessDenied, match="did not prove that it knows the token of this process"):
             await call
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1"])
+async def test_localhost_is_the_address_where_servers_listen(
+    coordinator: Coordinator, tokens: Tokens, name: str
+) -> None:
+    """At ::1 another user may listen on the same port, and pass calls and proofs on."""
+    host, port = split_address(coordinator.address)
+    with suppress(OSError), socket.create_server(("::1", port), family=socket.AF_INET6) as passes_on:
+        passes_on.setblocking(False)
+        async with CoordinatorClient(f"{name}:{port}", security=tokens.security("owner")) as client:
+            assert await client.workers() == []
+        with pytest.raises(BlockingIOError):
+            passes_on.accept()
+    assert host == "127.0.0.1"
 
 
 async def test_a_member_stays_with_its_own_coordinator(

@@ -24,8 +24,10 @@ def prefix(prompt: str, name: str = "", rank: int = 0, of: int = 1, ttl_s: float
     return Prefix(name or prompt, ttl_s, rank, of, SCOPE, STEP, keys(prompt), ticket)
 
 
-def query(prompt: str, more_than: int = 0, most: int = 1, worker_id: str = "") -> PrefixQuery:
-    return PrefixQuery(SCOPE, STEP, keys(prompt), more_than, most, worker_id)
+def query(
+    prompt: str, more_than: int = 0, most: int = 1, worker_id: str = "", last: tuple[str, ...] = ()
+) -> PrefixQuery:
+    return PrefixQuery(SCOPE, STEP, keys(prompt), more_than, most, worker_id, last)
 
 
 def shown(found: list[FoundPrefix]) -> list[tuple[int, str]]:

@@ -86,16 +86,50 @@ def test_another_prefix_of_the_same_name_replaces_the_first() -> None:
     assert found(directory, "xy", most=2) == [("w", 2)]
 
 
-def test_a_rank_of_another_server_does_not_join_in() -> None:
-    """Two servers used one name: the last ticket of a rank counts, and the first worker no longer has a part."""
+@pytest.mark.parametrize("prompt", ["abc", "xyz"], ids=["the same keys", "other keys"])
+@pytest.mark.parametrize(("rank", "of"), [(0, 2), (1, 2), (0, 3), (2, 3)])
+def test_nobody_else_replaces_or_withdraws_a_rank(prompt: str, rank: int, of: int) -> None:
+    directory = PrefixDirectory()
+    for each in range(2):
+        directory.publish(f"a{each}", 1, prefix("abc", "same", each, 2), 0.0)
+    before = directory.find(query("abc"), 1)
+    directory.publish("b", 1, prefix(prompt, "same", rank, of), 0.0)
+    directory.withdraw("b", "same")
+    directory.drop_worker("b", 1)
+    assert directory.find(query("abc"), 1) == before
+    directory.publish("a1", 1, prefix("xyz", "same", 1, 2), 0.0)
+    assert found(directory, "abc") == [], "a rank replaces its own"
+    directory.publish("a0", 1, prefix("xyz", "same", 0, 2), 0.0)
+    assert found(directory, "xyz") == [("a0", 3)]
+
+
+def test_a_rank_is_free_once_its_worker_is_gone() -> None:
     directory = PrefixDirectory()
     directory.publish("a0", 1, prefix("abc", "same", 0, 2), 0.0)
-    directory.publish("b0", 1, prefix("abc", "same", 0, 2), 0.0)
-    directory.withdraw("a0", "same")
-    directory.publish("b1", 1, prefix("abc", "same", 1, 2), 0.0)
+    directory.drop_worker("a0", 1)
+    for each in range(2):
+        directory.publish(f"b{each}", 1, prefix("abc", "same", each, 2), 0.0)
     assert found(directory, "abc") == [("b0", 3)]
-    directory.drop_worker("a0", 1, 9)
-    assert found(directory, "abc") == [("b0", 3)]
+
+
+def test_those_that_failed_are_named_only_if_there_is_no_other() -> None:
+    directory = PrefixDirectory()
+    directory.publish("liar", 1, prefix("abcdef"), 0.0)
+    directory.publish("honest", 1, prefix("abc"), 0.0)
+    assert found(directory, "abcdef") == [("liar", 6)]
+    assert found(directory, "abcdef", last=("liar",)) == [("honest", 3)]
+    assert found(directory, "abcdef", last=("liar",), worker_id="honest") == [("liar", 6)]
+    assert found(directory, "abcdef", last=("liar",), more_than=3) == [("liar", 6)]
+    assert found(directory, "abcdef", last=("liar", "honest")) == [("liar", 6)]
+
+
+def test_no_number_of_copies_hides_another_servers_for_long() -> None:
+    directory = PrefixDirectory()
+    for number in range(200):
+        directory.publish("liar", 1, prefix("abc", f"copy {number}"), 0.0)
+    directory.publish("honest", 1, prefix("abc"), 0.0)
+    lookups = [found(directory, "abc", last=("liar",)) for _ in range(4)]
+    assert [("honest", 3)] in lookups
 
 
 def test_it_ends_with_its_time_or_its_worker() -> None:

@@ -9,6 +9,7 @@ requests decode answered, and the counts of both servers' statistics.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -24,6 +25,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import RequestStatus
 
 from kvlink.integrations.vllm.handoff import KEY, Handoff
+
+os.environ["KVLINK_TICKET_KEYS"] = "none"  # or what is changed would be refused as forged, and not parsed
 
 Params = dict[str, Any]
 

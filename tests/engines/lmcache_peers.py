@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of LMCache's servers that are not what they should be. Runs in LMCache's environment.
+"""Peers of LMCache's servers that are not what they should be, but have this host's token, as processes of its user.
+
+Runs in LMCache's environment.
 
 `lmcache_peers.py send HOST:PORT`: sends all messages that no reader sends, in all kinds of sockets.
 `lmcache_peers.py ask HOST:PORT`: asks as mismatched readers do, and prints the answers as JSON.
@@ -21,11 +23,14 @@ import numpy as np
 import zmq
 
 from kvlink import Worker, WorkerConfig
+from kvlink.control.security.tickets import ticket_keys
 from kvlink.integrations.lmcache.messages import Answer, Ask
 from kvlink.integrations.lmcache.pages import Pages, Wanted
+from kvlink.integrations.lmcache.sockets import Secrets, be_owner, be_reader
 
 PAGE = 4096
-RIGHT = json.loads(Ask("10.9.9.9:1", PAGE, []).to_bytes(None))
+SECRET = Secrets(ticket_keys(WorkerConfig.from_env()))()[0]
+RIGHT = json.loads(Ask("10.9.9.9:1", PAGE, []).to_bytes())
 
 
 def body(**changed: Any) -> bytes:
@@ -56,6 +61,7 @@ def send(address: str) -> None:
                 continue
             with zmq.Context() as context, context.socket(getattr(zmq, kind)) as sender:
                 sender.setsockopt(zmq.LINGER, 100)
+                be_reader(sender, SECRET)
                 sender.connect(f"tcp://{address}")
                 with contextlib.suppress(zmq.ZMQError):
                     sender.send_multipart(frames, zmq.NOBLOCK)
@@ -68,15 +74,16 @@ def ask(address: str) -> None:
     peers = {
         "other page size": body(page_bytes=2 * PAGE),
         "other version": body(version=1),
-        "other model": Ask("r", PAGE, [Wanted(0, 1 << 20, (key[0], "other", *key[2:]))]).to_bytes(None),
-        "other chunk size": Ask("r", PAGE, [Wanted(0, 2 << 20, key)]).to_bytes(None),
-        "beyond the memory": Ask("r", PAGE, [Wanted(1 << 50, PAGE, key)]).to_bytes(None),
+        "other model": Ask("r", PAGE, [Wanted(0, 1 << 20, (key[0], "other", *key[2:]))]).to_bytes(),
+        "other chunk size": Ask("r", PAGE, [Wanted(0, 2 << 20, key)]).to_bytes(),
+        "beyond the memory": Ask("r", PAGE, [Wanted(1 << 50, PAGE, key)]).to_bytes(),
     }
     found = {}
     with zmq.Context() as context:
         for kind, message in peers.items():
             with context.socket(zmq.REQ) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
+                be_reader(asking, SECRET)
                 asking.connect(f"tcp://{address}")
                 asking.send(message)
                 answer = asking.recv() if asking.poll(20_000) else b"nothing"
@@ -123,9 +130,10 @@ def serve(kinds: dict[str, int]) -> None:
 
     def answer(kind: str, port: int) -> None:
         with zmq.Context() as context, context.socket(zmq.REP) as owner:
+            be_owner(owner, SECRET)
             owner.bind(f"tcp://127.0.0.1:{port}")
             while True:
-                asked = Ask.from_bytes(owner.recv(), None)
+                asked = Ask.from_bytes(owner.recv())
                 reply = known[kind](asked) if asked.objects else b""
                 if reply is None:
                     threading.Event().wait()

@@ -30,7 +30,7 @@ OBJECTS = (
     "48",
 )
 _COMMANDS = {"kvlink": "kvlink.integrations.lmcache", "nixl": "lmcache.cli.main"}
-_MODULES = ("channel", "objects", "reads")
+_MODULES = ("channel", "objects", "reads", "sockets")
 _PATIENCE_S = 300.0
 
 pytestmark = [

@@ -12,6 +12,18 @@ from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
 
 
+@pytest.fixture(scope="module")
+def unsigned() -> Iterator[None]:
+    """Nothing is signed, so that what would be refused as forged is parsed and compared."""
+    from kvlink.integrations.vllm import handoff
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVLINK_TICKET_KEYS", "none")
+        handoff._keys.cache_clear()
+        yield
+    handoff._keys.cache_clear()
+
+
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     control = ControlThread.shared()

@@ -9,7 +9,6 @@ import numpy as np
 from waiting import eventually
 
 from kvlink import Worker, WorkerConfig
-from kvlink.control.security.tickets import TicketKeys
 from kvlink.integrations.lmcache.grants import Grants, Objects
 from kvlink.integrations.lmcache.pages import Name, Object, Pages, Wanted
 from kvlink.integrations.lmcache.places import Places
@@ -52,23 +51,21 @@ class Server:
     def __init__(
         self,
         name: str,
-        keys: TicketKeys | None = None,
         page_bytes: int = PAGE,
         objects: Objects | None = None,
         transports: str = "cma,tcp",
     ) -> None:
         self.memory = np.random.default_rng(len(name)).integers(0, 256, PAGE * NUM_PAGES, np.uint8)
         self.pages = Pages(page_bytes, self.memory.nbytes)
-        self.keys = keys
         config = WorkerConfig(transports=transports)
         self.worker = Worker(self.pages.pool(self.memory.ctypes.data), name, config=config)
         self.places = Places(self.pages)
-        self.grants = Grants(self.worker, self.pages, self.places, keys, objects)
+        self.grants = Grants(self.worker, self.pages, self.places, objects)
         self.reads: list[Reads] = []
 
     def reads_from(self, exchange: Exchange, timeout_s: float = 60) -> Reads:
         peer = Peer("127.0.0.1:1", "127.0.0.1:2", exchange)
-        self.reads.append(Reads(self.worker, self.pages, self.places, peer, self.keys, timeout_s))
+        self.reads.append(Reads(self.worker, self.pages, self.places, peer, timeout_s))
         return self.reads[-1]
 
     def bytes_of(self, each: Object) -> bytes:

@@ -30,9 +30,12 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.transfer_channel import TransferChannelAddress, abstract, factory
 from lmcache.v1.multiprocess.config import P2PConfig, add_p2p_args
 
+from kvlink import WorkerConfig
+from kvlink.control.security.tickets import ticket_keys
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.integrations.lmcache import channel, register
 from kvlink.integrations.lmcache.__main__ import p2p_config
+from kvlink.integrations.lmcache.sockets import Secrets, be_owner, be_reader
 from kvlink.integrations.lmcache.times import DEFAULT_S
 from kvlink.runtime import supervised
 
@@ -43,6 +46,11 @@ _HOST = f"127.{os.getpid() >> 16 & 127}.{os.getpid() >> 8 & 255}.{os.getpid() & 
 
 def address(number: int) -> str:
     return f"{_HOST}:{7600 + number}"
+
+
+def secret() -> bytes:
+    """That of all processes of this user. Peers of tests have it, too."""
+    return Secrets(ticket_keys(WorkerConfig()))()[0]
 
 
 class Memory:
@@ -180,6 +188,7 @@ def send(theirs: Any, kind: str, frames: list[bytes]) -> None:
         return
     with theirs.socket(getattr(zmq, kind)) as sender:
         sender.setsockopt(zmq.LINGER, 200)
+        be_reader(sender, secret())
         if kind == "DEALER":
             sender.setsockopt(zmq.IDENTITY, b"\x01same")
         sender.connect(f"tcp://{address(1)}")
@@ -191,6 +200,7 @@ def test_a_peer_with_other_answers_delays_nobody(memories: tuple[Memory, Memory]
     """A server that takes connections at the address of a peer, and answers what it likes."""
     answers = [[b"!no"], [b"="], [b"x", b"y"], [b""], [b"", b""], [b"\xff" * 64]]
     with zmq.Context() as theirs, theirs.socket(zmq.REP) as other:
+        be_owner(other, secret())
         other.bind(f"tcp://{address(5)}")
 
         def answer() -> None:
@@ -213,6 +223,7 @@ def test_a_peer_with_other_answers_delays_nobody(memories: tuple[Memory, Memory]
 def test_a_client_of_a_silent_peer_is_closed_at_once(memories: tuple[Memory, Memory]) -> None:
     """And not when the time of its read is over, which is longer than that of the test."""
     with zmq.Context() as theirs, theirs.socket(zmq.REP) as silent:
+        be_owner(silent, secret())
         silent.bind(f"tcp://{address(6)}")
         thread = threading.Thread(target=lambda: (silent.recv(), silent.send(b"")))
         thread.start()

@@ -252,13 +252,13 @@ def test_an_answer_is_what_was_written() -> None:
 def test_an_ask_is_what_was_written() -> None:
     wanted = [Wanted(0, PAGE), Wanted(PAGE, PAGE, A), Wanted(2 * PAGE, PAGE, ("ff", "other", 3, 1, "salt"))]
     ask = Ask("10.0.0.1:7600", PAGE, wanted)
-    read = Ask.from_bytes(ask.to_bytes(None), None)
+    read = Ask.from_bytes(ask.to_bytes())
     assert replace(read, models={}) == ask
     assert read.models == {name: named_model(name) for name in (A[1], "other")}
 
 
 def ask_with(**changed: object) -> bytes:
-    body: dict[str, object] = json.loads(Ask("r", PAGE, [Wanted(*HERE, A)]).to_bytes(None))
+    body: dict[str, object] = json.loads(Ask("r", PAGE, [Wanted(*HERE, A)]).to_bytes())
     return json.dumps(body | changed).encode()
 
 
@@ -318,7 +318,7 @@ def test_an_ask_of_all_memory_many_times_is_refused_without_that_memory() -> Non
 
     grants = Grants(Never(), pages, Never(), None)  # type: ignore[arg-type]
     ask = Ask("r", 1, [Wanted(0, 1 << 20)] * MOST_OBJECTS)
-    assert b"pages" in grants.answer(ask.to_bytes(None))
+    assert b"pages" in grants.answer(ask.to_bytes())
 
 
 @pytest.mark.parametrize(

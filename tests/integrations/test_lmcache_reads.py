@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from lmcache_servers import NUM_PAGES, PAGE, Server, asking
 from lmcache_servers import result as named_result
 from waiting import eventually
 
-from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import KVLinkError, PeerUnreachable, TransferError
 from kvlink.integrations.lmcache import pages as pages_module
 from kvlink.integrations.lmcache.messages import Answer
@@ -184,25 +182,6 @@ def test_a_client_that_is_closed_reads_nothing_more(start: Callable[..., Server]
     assert reads.query(task) == []
     assert result(reads, THEIRS, OURS) == [False] * 3
     assert not len(reader.places)
-
-
-def keys_of(path: Path, secret: str) -> TicketKeys:
-    path.write_text(secret * 32)
-    return TicketKeys(path)
-
-
-def test_only_the_same_tenants_servers_are_answered(start: Callable[..., Server], tmp_path: Path) -> None:
-    ours, others = keys_of(tmp_path / "ours", "k"), keys_of(tmp_path / "others", "x")
-    owner = start("owner", ours)
-    for keys, arrives in [(ours, True), (others, False), (None, False)]:
-        reader = start(f"a reader of {keys}", keys)
-        assert result(reader.reads_from(asking(owner)), THEIRS, OURS) == [arrives] * 3
-    forged = start("a forger", ours)
-
-    def changed(message: bytes, timeout_s: float) -> bytes:
-        return owner.grants.answer(message.replace(b"[0, 1536]", b"[0, 1024]"))
-
-    assert result(forged.reads_from(changed), THEIRS, OURS) == [False] * 3
 
 
 @pytest.mark.parametrize(

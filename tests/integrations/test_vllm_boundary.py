@@ -33,6 +33,8 @@ from kvlink.integrations.vllm.prefix_lookups import PrefixLookups
 from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import SHARED_SEAT, LeaseSeat
 
+pytestmark = pytest.mark.usefixtures("unsigned")
+
 PROMPT = list(range(100, 110))
 TICKET = "S1ZUM" + "A" * 95
 SOFT = Handoff(

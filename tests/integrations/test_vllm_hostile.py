@@ -20,7 +20,7 @@ from vllm_stage import LAYOUTS, SETTINGS, Pairs, plays
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[Pairs]:
+def pairs(unsigned: None) -> Iterator[Pairs]:
     pairs = Pairs()
     yield pairs
     pairs.close()

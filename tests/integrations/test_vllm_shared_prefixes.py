@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,25 @@ def test_what_the_tokens_do_not_tell_keeps_prompts_apart(
     assert matched(other, asked) == 0
 
 
+def test_a_server_whose_prefix_could_not_be_pulled_is_asked_last(
+    servers: tuple[Server, Server], coordinator: str
+) -> None:
+    one, other = servers
+    with Server("c", coordinator=coordinator, shares=True) as third:
+        third.pool.cache(3, 9, 1)
+        third.answer(request("shorter", [*SYSTEM[:SPAN], 1, 2, 3], None), [4, 5], [3, 9, 1, 7])
+        assert found(other) == SPAN
+        computes(one, [3, 9, 1, 7, 2])
+        numbers = itertools.count()
+        eventually(lambda: matched(other, request(f"look {next(numbers)}", SECOND, None)) == 16)
+        one.ranks[0]._worker.revoke([3, 9, 1, 7])
+        for prefix, is_pulled in ((16, False), (SPAN, True), (SPAN, True)):
+            asked = request(f"of {prefix} {is_pulled}", SECOND, None)
+            assert matched(other, asked) == prefix
+            assert pulls(other, asked, [5, 6, 8, 10][: prefix // 4], prefix) is is_pulled
+            other.scheduler.finished(asked, ([],), False)
+
+
 def test_servers_of_another_model_find_nothing(servers: tuple[Server, Server], coordinator: str) -> None:
     one, other = servers
     with Server("c", coordinator=coordinator, shares=True, model="another") as third:
@@ -229,7 +249,7 @@ def test_the_oldest_prefix_makes_room(servers: tuple[Server, Server]) -> None:
 
 def test_a_coordinator_that_does_not_answer_costs_a_moment(coordinator: str) -> None:
     with Server("a", coordinator=coordinator, shares=True) as alone:
-        peers = alone.scheduler.turns._peers
+        peers = alone.scheduler.turns.peers
         assert peers is not None
         peers._coordinator = "127.0.0.1:1"
         assert matched(alone, request("second", SECOND, None)) == 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class Server:
             lease_s=self.lease_s,
             timeout_s=5.0,
             coordinator=self.coordinator,
+            ticket_keys=os.environ.get("KVLINK_TICKET_KEYS", ""),
         )
         self.caches = [self._rank_caches() for _ in range(self.tp_size)]
         announced = Announcements.of(self.config)

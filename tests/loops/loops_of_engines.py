@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -55,7 +55,7 @@ def leases_at_other_servers() -> None:
 @scene("lmcache-ask")
 def asks_of_lmcache() -> None:
     none: Any = None
-    reads, job = Reads(none, none, none, none, none, 1.0), FailingOnce()
+    reads, job = Reads(none, none, none, none, 1.0), FailingOnce()
     for _ in range(2):
         reads._put(job)
     eventually(lambda: len(job.calls) == 1)
@@ -94,14 +94,14 @@ def answers_of_lmcache() -> None:
             return b"answer"
 
     socket, idle = _Socket(), FailingOnce()
-    zmq: Any = ModuleType("zmq")
-    zmq.LINGER, zmq.MAXMSGSIZE, zmq.NOBLOCK, zmq.ROUTER, zmq.ZMQError = 1, 2, 3, 4, OSError
-    with mock.patch.dict(sys.modules, {"zmq": zmq}):
+    zmq: Any = mock.MagicMock(ZMQError=OSError)
+    parts = {"zmq": zmq, "zmq.utils": zmq.utils, "zmq.utils.monitor": zmq.utils.monitor}
+    with mock.patch.dict(sys.modules, parts):
         sys.modules.pop("kvlink.integrations.lmcache.sockets", None)
         from kvlink.integrations.lmcache.sockets import Answering
 
         context = SimpleNamespace(socket=lambda kind: socket)
-        answering = Answering(cast(Any, context), "127.0.0.1:1", cast(Any, Reply()), idle)
+        answering = Answering(cast(Any, context), "127.0.0.1:1", None, cast(Any, Reply()), idle)
         eventually(lambda: len(idle.calls) > 1 and len(socket.sent) > 1)
         answering.close()
 

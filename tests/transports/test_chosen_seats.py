@@ -21,7 +21,7 @@ LAYOUT = dense(Geometry(num_layers=2, total_heads=2, row_bytes=64, num_blocks=8,
 
 @pytest.fixture(params=["loopback", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    config = WorkerConfig(transports=request.param, lease_slots=32)
+    config = WorkerConfig(transports=request.param, lease_slots=32, ticket_keys="none")
     with (
         Worker(BlockPool.allocate(LAYOUT), "owner", config=config) as owner,
         Worker(BlockPool.allocate(LAYOUT), "reader", config=config) as reader,

@@ -81,7 +81,8 @@ def test_of_a_worker_that_restarted_is_quiet(
     new_owner: NewOwner, new_reader: NewReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "kvlink")
-    owner, reader = new_owner(PoolSpec(), transports="tcp"), new_reader(PoolSpec(), transports="tcp")
+    owner = new_owner(PoolSpec(), transports="tcp")
+    reader = new_reader(PoolSpec(), transports="tcp", ticket_keys="none")
     ticket = owner.offer([1, 2])
     reader.release(replace(ticket, epoch=ticket.epoch - 1))
     owner.offer([1], request_id="live")

@@ -18,8 +18,9 @@ NewReader = Callable[..., Worker]
 
 @pytest.fixture
 def pair(transport: str, new_reader: NewReader) -> Iterator[list[Worker]]:
-    """An owner of three slots and a reader."""
-    workers = [new_reader(wide(8), transports=transport, lease_slots=3) for _ in range(2)]
+    """An owner of three slots and a reader, who take tickets that a test has changed."""
+    options = {"transports": transport, "lease_slots": 3, "ticket_keys": "none"}
+    workers = [new_reader(wide(8), **options) for _ in range(2)]
     yield workers
     workers.clear()  # pytest keeps what a fixture gave until after the leak check
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlink.control.limits import MAX_ASKED_LAST
 from kvlink.errors import ConfigError
-from kvlink.worker.prefix_choice import PrefillMeter, PrefillRate, pull_or_compute
+from kvlink.worker.prefix_choice import PrefillMeter, PrefillRate, WatchedSources, pull_or_compute
 
 TOKENS, SECONDS = st.integers(-5, 1 << 20), st.floats(0, 100)
 RATES = st.none() | st.builds(PrefillRate, st.floats(1, 1e6), st.floats(0, 10))
@@ -108,3 +110,42 @@ def test_impossible_rates_and_margins_are_refused() -> None:
             PrefillRate(rate, start_s)
     with pytest.raises(ConfigError, match="margin must be 1 or more"):
         pull_or_compute(1, 1.0, None, margin=0.9)
+
+
+class Peers:
+    """Counts of pulls as a worker has them, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.good: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.sources = WatchedSources(lambda name: (self.good[name], self.failed[name]), lambda: self.now)
+
+
+def test_a_peer_that_failed_is_asked_last_until_it_delivers_or_for_a_minute() -> None:
+    peers = Peers()
+    peers.failed["liar"] = 3  # of earlier pulls, which say nothing
+    peers.sources.found(["liar", "honest"])
+    assert peers.sources.last() == ()
+    peers.failed["liar"] += 1
+    peers.good["honest"] += 1
+    peers.failed["honest"] += 1  # evicted: others of its prefixes came
+    assert peers.sources.last() == peers.sources.last() == ("liar",)
+    peers.now = 59.9
+    assert peers.sources.last() == ("liar",)
+    peers.now = 60.0
+    assert peers.sources.last() == ()
+    peers.failed["liar"] += 1
+    assert peers.sources.last() == ("liar",)
+    peers.good["liar"] += 1
+    assert peers.sources.last() == ()
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    peers = Peers()
+    for number in range(1_000):
+        peers.sources.found([f"w{number}"])
+        peers.failed[f"w{number}"] += 1
+    last = peers.sources.last()
+    assert last == tuple(f"w{number}" for number in range(1_000 - MAX_ASKED_LAST, 1_000))
+    assert len(peers.sources._before) == 256

@@ -139,7 +139,8 @@ def test_a_name_that_has_no_address_is_not_advertised() -> None:
 
 
 def test_readers_are_told_of_the_owners_host_where_its_address_is_loopback() -> None:
-    with Worker(pool(), "owner", transports="tcp") as owner, Worker(pool(), "reader") as reader:
+    config = WorkerConfig(ticket_keys="none")
+    with Worker(pool(), "owner") as owner, Worker(pool(), "reader", config=config) as reader:
         ticket = owner.offer("r", [1])
         with (
             closed_port() as nobody,

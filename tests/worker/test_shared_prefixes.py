@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from waiting import eventually
+from waiting import closed_port, eventually
 from worker.soft_server import LAYOUT, blocks_of
 
-from kvlink import BlockPool, Worker, WorkerConfig
+from kvlink import BlockPool, Ticket, Worker, WorkerConfig
 from kvlink.background import ControlThread
+from kvlink.control import CoordinatorClient
+from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
-from kvlink.errors import ConfigError, CoordinatorUnavailable, StaleBlocks, StaleReason
+from kvlink.errors import ConfigError, CoordinatorUnavailable, PeerUnreachable, StaleBlocks, StaleReason
 from kvlink.layout import KVLayout
 from kvlink.layout.scope import cache_scope
 from kvlink.worker.prefixes import SharedPrefix
@@ -101,6 +103,78 @@ def test_what_was_evicted_is_withdrawn_and_until_then_stale(peers: Fleet) -> Non
     owner.publish_prefix(owner.offer_soft("other", [50], digests=OTHER[:1]))  # wakes the publisher
     eventually(lambda: not peers.find(reader, PROMPT))
     assert peers.found(reader, OTHER)
+
+
+class Liar:
+    """Publishes in the name of a worker whatever it likes."""
+
+    def __init__(self, peers: Fleet, name: str) -> None:
+        self.worker = peers.worker(name)
+        self._coordinator = peers.coordinator.address
+
+    def publish(self, ticket: Ticket, digests: list[bytes] = PROMPT) -> None:
+        card = self.worker.card
+        keys = b"".join(digest[:8] for digest in digests)
+        scope = cache_scope(self.worker.pool.groups)
+        prefix = Prefix("of a liar", 60.0, 0, 1, scope, 4, keys, ticket.to_bytes())
+
+        async def publish() -> None:
+            async with CoordinatorClient(self._coordinator) as client:
+                client.act_as(self.worker.secret)
+                await client.publish_prefixes(PrefixChanges(card.worker_id, card.epoch, (prefix,)))
+
+        ControlThread.shared().run(publish())
+
+
+def evicted(liar: Worker, _: Ticket) -> Ticket:
+    ticket = liar.offer_soft("evicted", BLOCKS, digests=PROMPT)
+    liar.revoke(BLOCKS)
+    return ticket
+
+
+def unreachable(liar: Worker, _: Ticket) -> Ticket:
+    with closed_port() as nobody:
+        gone = dataclasses.replace(liar.offer_soft("gone", BLOCKS, digests=PROMPT), agent=nobody)
+        return liar.offers.sign(gone)
+
+
+LIES: dict[str, tuple[Callable[[Worker, Ticket], Ticket], int]] = {
+    "it has evicted the blocks": (evicted, 1),
+    "nobody listens there": (unreachable, 1),
+    "the ticket is of another prompt": (
+        lambda liar, _: liar.offer_soft("other", BLOCKS, digests=[PROMPT[0], *OTHER[:3]]),
+        1,
+    ),
+    "the ticket has another prompt": (lambda liar, _: liar.offer_soft("other", BLOCKS, digests=OTHER), 0),
+    "the ticket is another's": (lambda liar, ticket: ticket, 0),
+    "the ticket is not signed": (
+        lambda liar, _: dataclasses.replace(evicted(liar, _), signature=b""),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_peer_that_claims_the_longest_prefix_and_fails_is_asked_last(peers: Fleet, lie: str) -> None:
+    owner, reader, liar = peers.worker("owner"), peers.worker("reader"), Liar(peers, "liar")
+    blocks_of(owner)[:, BLOCKS] = 7
+    honest = owner.offer_soft("honest", BLOCKS[:3], digests=PROMPT[:3])
+    owner.publish_prefix(honest)
+    peers.found(reader, PROMPT)
+    make, num_found = LIES[lie]
+    liar.publish(make(liar.worker, honest))
+    for found in (first := peers.find(reader, PROMPT)):
+        assert found.tickets[0].worker_id == "liar"
+        with suppress(StaleBlocks, PeerUnreachable):
+            reader.pull(
+                list(found.tickets), HERE[: found.num_tokens // 4], tokens=(0, found.num_tokens)
+            ).wait()
+    assert len(first) == num_found
+    for _ in range(2):
+        [found] = peers.find(reader, PROMPT)
+        assert (found.tickets[0].worker_id, found.num_tokens) == ("owner", 12)
+        reader.pull(list(found.tickets), HERE[:3], tokens=(0, 12)).wait()
+    assert (blocks_of(reader)[0, HERE[:3]] == 7).all()
 
 
 def test_a_directory_that_names_another_prompt_is_not_believed(peers: Fleet) -> None:

@@ -178,7 +178,7 @@ def test_a_signature_covers_the_digests(opened: ExitStack, tmp_path: Path) -> No
     blob[-1] ^= 1
     blob[8:12] = zlib.crc32(blob[12:]).to_bytes(4, "little")
     with pytest.raises(AccessDenied):
-        TicketKeys(keys).checked(Ticket.from_bytes(bytes(blob)))
+        TicketKeys.of_file(keys).checked(Ticket.from_bytes(bytes(blob)))
 
 
 def test_a_scheduler_chooses_the_seat(server: Server) -> None:
@@ -186,7 +186,7 @@ def test_a_scheduler_chooses_the_seat(server: Server) -> None:
     given = server.owner.offer_soft("turn", TURN)
     seat = LeaseSeat(2, 1 << 60, SHARED_SEAT)
     server.owner.grant_soft_at(seat, TURN)
-    ticket = dataclasses.replace(given, seats=(seat,))
+    ticket = server.owner.offers.sign(dataclasses.replace(given, seats=(seat,)))
     assert server.outcome(server.readers[0], ticket, 7) is None
     assert server.owner.revoke(TURN) == 2
     for wrong in (LeaseSeat(9, 1 << 60, SHARED_SEAT), LeaseSeat(2, 1 << 60, 1 << 61)):

@@ -22,6 +22,7 @@ from kvlink import Termination, Ticket, Worker, WorkerConfig
 from kvlink.cli.drain import _drain_workers, drain
 from kvlink.cli.drain_workers import draining, is_here, is_within
 from kvlink.control import AgentClient, CoordinatorClient
+from kvlink.control.security import Caller, set_caller
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, KVLinkError
@@ -75,6 +76,7 @@ async def test_a_worker_that_rejoins_still_drains(
     await asyncio.to_thread(worker.drain, 0.0)
     while not (await client.workers())[0].draining:
         await asyncio.sleep(0)
+    set_caller(Caller(incarnation=worker.card.incarnation))
     await coordinator._store.leave(
         "prefill-0", worker.card.epoch
     )  # the next beat hears that it is not joined

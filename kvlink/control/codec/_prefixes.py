@@ -50,13 +50,18 @@ def _check_changes(changes: PrefixChanges) -> None:
 def _check_query(query: PrefixQuery) -> None:
     _check_keys(query.scope, query.tokens_per_key, query.keys)
     check_within("most", query.most, 1, limits.MAX_FOUND)
-    if query.worker_id:
-        check_name("worker_id", query.worker_id)
+    check_within("number of workers to ask last", len(query.last), 0, limits.MAX_ASKED_LAST)
+    for worker_id in query.last + ((query.worker_id,) if query.worker_id else ()):
+        check_name("worker_id", worker_id)
 
 
 def _check_found(found: FoundPrefix) -> None:
     check_within("num_keys", found.num_keys, 1, limits.MAX_PREFIX_KEYS)
     check_within("number of tickets", len(found.tickets), 1, limits.MAX_RANKS)
+    if found.worker_ids:
+        check_within("number of workers", len(found.worker_ids), len(found.tickets), len(found.tickets))
+    for worker_id in found.worker_ids:
+        check_name("worker_id", worker_id)
 
 
 _write_found, _read_found = by_name(FoundPrefix, pb.FoundPrefix, _check_found)
@@ -65,7 +70,14 @@ _CHANGES: Bounds = {
     3: Repeated("prefixes", limits.MAX_PREFIXES),
     4: Repeated("names", limits.MAX_BATCH_OPS),
 }
-_FOUND: Bounds = {1: Repeated("servers", limits.MAX_FOUND, {2: Repeated("tickets", limits.MAX_RANKS)})}
+_FOUND: Bounds = {
+    1: Repeated(
+        "servers",
+        limits.MAX_FOUND,
+        {2: Repeated("tickets", limits.MAX_RANKS), 3: Repeated("workers", limits.MAX_RANKS)},
+    )
+}
+_QUERY: Bounds = {7: Repeated("workers to ask last", limits.MAX_ASKED_LAST)}
 
 PUBLISH = codec(
     pb.PublishPrefixesRequest,
@@ -83,7 +95,7 @@ PUBLISHED: Codec[int] = codec(
     lambda directory_id: pb.PublishPrefixesReply(directory_id=directory_id),
     lambda message: message.directory_id,
 )
-FIND = codec(pb.FindPrefixRequest, *by_name(PrefixQuery, pb.FindPrefixRequest, _check_query))
+FIND = codec(pb.FindPrefixRequest, *by_name(PrefixQuery, pb.FindPrefixRequest, _check_query), _QUERY)
 FOUND: Codec[list[FoundPrefix]] = codec(
     pb.FindPrefixReply,
     lambda found: pb.FindPrefixReply(found=[_write_found(each) for each in found]),

@@ -27,6 +27,7 @@ from kvlink.forks import use_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+Metadata = Sequence[tuple[str, str]]
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
@@ -96,6 +97,8 @@ class Channel:
         self._advice = advice
         self._trust = trust = Security.from_env().services() if trust is None else trust
         self._patience_s = patience_s
+        self.metadata: Metadata = ()
+        """This goes with every call."""
         self._attempt_s = attempt_s if len(names) > 1 else math.inf
         self._servers = [_Server(name, trust) for name in random.sample(names, len(names))]
         self._closed = False
@@ -150,16 +153,17 @@ class Channel:
         self._check_open()
         server = self._servers[0]
         try:
-            call = server.unary(method.path)(blob, timeout=timeout_s, metadata=tracing.metadata())
+            metadata = (*self.metadata, *(tracing.metadata() or ()))
+            call = server.unary(method.path)(blob, timeout=timeout_s, metadata=metadata)
             return method.reply.decode(await call)
         except grpc.aio.AioRpcError as error:
             raise self._to_error(error, server, method, f"within {timeout_s:.3g} s") from None
 
-    def open(self, method: Method[Q, R], metadata: Sequence[tuple[str, str]] = ()) -> Stream[Q, R]:
+    def open(self, method: Method[Q, R], metadata: Metadata = ()) -> Stream[Q, R]:
         """Opens a bidirectional stream."""
         self._check_open()
         server = self._servers[0]
-        call = server.channel.stream_stream(method.path)(metadata=metadata)
+        call = server.channel.stream_stream(method.path)(metadata=(*self.metadata, *metadata))
 
         def to_error(error: grpc.aio.AioRpcError | None) -> KVLinkError:
             if error is not None:
@@ -174,7 +178,7 @@ class Channel:
         self._check_open()
         server = self._servers[0]
         start: Any = server.channel.unary_stream(method.path)
-        call = start(method.request.encode(request))
+        call = start(method.request.encode(request), metadata=self.metadata)
         try:
             async for blob in call:
                 yield method.reply.decode(blob)

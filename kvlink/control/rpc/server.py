@@ -26,7 +26,7 @@ from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
 from kvlink.control.rpc.peer_address import serving
 from kvlink.control.rpc.turns import Turns
-from kvlink.control.security import Gate, Security, set_caller
+from kvlink.control.security import MEMBER, Caller, Gate, Security, incarnation_of, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
 from kvlink.forks import use_grpc
@@ -201,10 +201,12 @@ class GrpcServer:
 
     def _admit(self, method: Method[Any, Any], context: _Context) -> None:
         """Checks the caller and stores it for the running task. Raises Refused (DENIED)."""
+        metadata = dict(context.invocation_metadata() or ())
+        found = Caller()
         if self._gate is not None:
             names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
-            header = dict(context.invocation_metadata() or ()).get("authorization", "")
-            set_caller(self._gate(method.name, names, bearer(header)))
+            found = self._gate(method.name, names, bearer(metadata.get("authorization", "")))
+        set_caller(found._replace(incarnation=incarnation_of(metadata.get(MEMBER))))
 
     async def _run_stream(
         self,

@@ -3,12 +3,15 @@
 
 from kvlink.control.security.callers import (
     EVERY_TENANT,
+    MEMBER,
     Caller,
     Gate,
     Role,
     agent_gate,
     caller,
     coordinator_gate,
+    incarnation_of,
+    is_caller,
     set_caller,
 )
 from kvlink.control.security.keys import Keyring, TlsFiles
@@ -19,6 +22,7 @@ from kvlink.control.security.tenants import TenantsFile
 __all__ = [
     "COORDINATOR",
     "EVERY_TENANT",
+    "MEMBER",
     "Caller",
     "Gate",
     "Keyring",
@@ -30,6 +34,8 @@ __all__ = [
     "agent_gate",
     "caller",
     "coordinator_gate",
+    "incarnation_of",
+    "is_caller",
     "set_caller",
     "tenant_name",
 ]

@@ -6,6 +6,8 @@ Both happen before any handler runs.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import Enum
@@ -15,6 +17,11 @@ from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
 
 EVERY_TENANT = "*"
+MEMBER = "kvlink-member"
+"""Metadata key of calls to a coordinator. The value is the secret of the calling worker's process."""
+_MAX_SECRET = 256
+_HAS_SECRET = b"kvm1"
+"""The incarnation of a process with a secret begins with this. Those of earlier releases are random."""
 
 
 class Role(Enum):
@@ -31,6 +38,8 @@ class Caller(NamedTuple):
 
     tenant: str = ""
     role: Role = Role.WORKER
+    incarnation: bytes = b""
+    """That of the process whose secret the caller has sent, or b""."""
 
     @property
     def sees_all(self) -> bool:
@@ -48,6 +57,21 @@ _ANYBODY = Caller()
 _caller: ContextVar[Caller] = ContextVar("kvlink_caller")
 _COORDINATORS_CALL = "GetCard"
 _OBSERVERS_CALL = frozenset({"Status", "Overview", "ListWorkers", "GetWorker"})
+
+
+def incarnation_of(secret: object) -> bytes:
+    """Returns the incarnation of a process with this secret, or b"" for what is no secret.
+
+    The card shows it to everybody, and nobody else can prove to be this process.
+    """
+    if not isinstance(secret, str) or not 0 < len(secret) <= _MAX_SECRET:
+        return b""
+    return _HAS_SECRET + hashlib.sha256(secret.encode("utf-8", "replace")).digest()[:12]
+
+
+def is_caller(incarnation: bytes) -> bool:
+    """Returns whether the running task answers this process. One without a secret may be anybody of its tenant."""
+    return not incarnation.startswith(_HAS_SECRET) or hmac.compare_digest(incarnation, caller().incarnation)
 
 
 def caller() -> Caller:

@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 1.0
 _MAX_PROOF = 128
 _NONCE_BYTES = 16
 _STAMPS_PER_S = 1_000_000
-_HOW = (
+HOW = (
     "run both as one user, or set KVLINK_TOKEN_FILE of both to one file that only their users can read, or set "
     "KVLINK_TLS_CA, KVLINK_TLS_CERT and KVLINK_TLS_KEY (`kvlink certs` makes them for development)"
 )
@@ -69,16 +69,12 @@ class SharedToken:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read, or if every user can write it."""
         try:
-            mode = stat.S_IMODE(path.stat().st_mode)
+            mode = own_file.mode_of(path, "KVLINK_TOKEN_FILE")
         except OSError as error:
             raise ConfigError(
                 f"cannot read the token in {path} (KVLINK_TOKEN_FILE): {error.strerror}"
             ) from None
         self._file: TokenFile = token_file(path)
-        if mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"every user of this host can write {path} (KVLINK_TOKEN_FILE): run chmod o= {path}"
-            )
         if mode & stat.S_IROTH:
             _log.warning(
                 "every user of this host can read the token (KVLINK_TOKEN_FILE), run chmod o= on it file=%s",
@@ -245,7 +241,7 @@ class Verifier:
         """Returns the error text for a refused caller: which callers are admitted, and what to do."""
         admitted = self._tokens.describe_admitted()
         return (
-            f"this {what} has no certificate and answers {admitted}; you showed another token or none: {_HOW}"
+            f"this {what} has no certificate and answers {admitted}; you showed another token or none: {HOW}"
         )
 
     def _fitting(self, proof: str, token: str, again: bool) -> str:
@@ -269,7 +265,7 @@ def not_proven(address: str) -> str:
     """Returns the error text about a server that cannot show that it knows this process's token."""
     return (
         f"the server at {address} did not prove that it knows the token of this process: another user's program may "
-        f"have taken the port, or the server's user has another token: {_HOW}"
+        f"have taken the port, or the server's user has another token: {HOW}"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvlink.control.security.own_file import mode_of
 from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.errors import ConfigError
 
@@ -58,6 +59,8 @@ def keyring(files: TlsFiles) -> Keyring:
 def read(files: TlsFiles) -> Keys:
     """Reads the files and tests them with a TLS handshake of the certificate with itself. Raises ConfigError."""
     try:
+        for path in files:
+            mode_of(path, "KVLINK_TLS_CA, _CERT, _KEY")
         ca, cert, key = (path.read_bytes() for path in files)
         certificate = _shake_hands(files)
     except ssl.SSLCertVerificationError as error:

@@ -29,6 +29,14 @@ class _Unusable(Exception):
     """The folder or file could have been created by another user, or can be read by one."""
 
 
+def mode_of(path: Path, setting: str) -> int:
+    """Returns the permissions of a file of `setting`. Raises ConfigError if every user can write it, and OSError."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(f"every user of this host can write {path} ({setting}): run chmod o= {path}")
+    return mode
+
+
 def folders(env: Mapping[str, str], uid: int) -> tuple[Path, ...]:
     """Returns the folders that may hold a user's token, best first.
 

@@ -194,10 +194,12 @@ class Trust:
         host = plain_host(address.rpartition(":")[0])
         if ring is None or (not self.wanted and is_loopback(host)):
             self.security.allow_plaintext(host, f"calling {address}")
-            plain = self.security.channel(address, options)
             if self.host_tokens is None or not is_loopback(host):
-                return plain
-            prover = Prover(self.host_tokens, int(address.rpartition(":")[2]))
+                return self.security.channel(address, options)
+            port = int(address.rpartition(":")[2])
+            # By name it could be ::1, where another user's program may listen on the same port and pass calls on.
+            dialled = f"127.0.0.1:{port}" if host.lower() == "localhost" else address
+            plain, prover = self.security.channel(dialled, options), Prover(self.host_tokens, port)
             return ProvingChannel(plain, prover, address, believes_all=self.security.insecure)
         checks: list[tuple[str, Any]] = []
         if self.wanted:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security.callers import EVERY_TENANT, Caller, Role, check_right
 from kvlink.control.security.names import listed, tenant_name
+from kvlink.control.security.own_file import mode_of
 from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.control.security.tokens import digest
 from kvlink.errors import ConfigError
@@ -121,6 +122,7 @@ def _rule(given: Any, where: str) -> Rule:
 
 def _read(path: Path) -> bytes:
     try:
+        mode_of(path, "--tenants")
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the tenants file {path}: {error.strerror}") from None

@@ -19,6 +19,8 @@ class Store(Protocol):
 
     Every call may raise `Refused` and nothing else. A store belongs to one event loop. It drops a Feed that its
     consumer closes or that falls behind. Frequent operations return futures, so that many run at once without tasks.
+    What a worker does itself (`join`, `beat`, `leave`, `check_own`, `offer`, `orders`) is refused to other processes
+    (DENIED), which `is_caller` tells apart.
     """
 
     async def start(self) -> None:
@@ -35,6 +37,9 @@ class Store(Protocol):
 
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
         """Returns the card of a joined worker. Epoch 0 accepts any epoch. Refused: UNKNOWN, RESTARTED."""
+
+    async def check_own(self, worker_id: str, epoch: int) -> None:
+        """Returns if the caller is this epoch of a joined worker. Refused: NOT_JOINED, RESTARTED."""
 
     async def workers(self) -> list[WorkerCard]:
         """Returns the cards of all joined workers."""

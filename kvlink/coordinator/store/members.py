@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
+from kvlink.control.security import is_caller
 from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.waiting_claims import MAX_DUE
@@ -20,7 +21,12 @@ _LATE = 0.1
 
 
 def grant(last: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
-    """Returns the epoch of a process that joins where `last` was the last known one. Raises Refused (REPLACED)."""
+    """Returns the epoch of a process that joins where `last` was the last known one.
+
+    Raises Refused (REPLACED, and DENIED if the caller is another process).
+    """
+    if not is_caller(card.incarnation):
+        raise refusals.not_the_caller(card.worker_id)
     if last is None:
         return max(1, card.epoch)
     if last.incarnation == card.incarnation:
@@ -53,7 +59,7 @@ class Members:
         return len(self._cards)
 
     def join(self, card: WorkerCard, rejoin: bool, now: float) -> tuple[int, list[WorkerChange]]:
-        """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY)."""
+        """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY, DENIED)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
             raise refusals.too_many_workers(len(self._cards))
         before = self._cards.get(card.worker_id)
@@ -80,9 +86,10 @@ class Members:
                 del self._incarnations[oldest]
 
     def beat(self, worker_id: str, epoch: int, now: float) -> bool:
-        """Renews a lease. Returns False if this epoch of the worker is not joined."""
+        """Renews a lease. Returns False if this epoch of the worker is not joined. Raises Refused (DENIED)."""
         if not self.runs(worker_id, epoch):
             return False
+        self.check_caller(worker_id)
         self._renew(worker_id, now)
         return True
 
@@ -91,13 +98,21 @@ class Members:
         self._excused.discard(worker_id)
 
     def leave(self, worker_id: str, epoch: int) -> list[WorkerChange]:
-        """Removes a worker unless it runs under another epoch."""
-        return [self._remove(worker_id)] if self.runs(worker_id, epoch) else []
+        """Removes a worker unless it runs under another epoch. Raises Refused (DENIED)."""
+        if not self.runs(worker_id, epoch):
+            return []
+        self.check_caller(worker_id)
+        return [self._remove(worker_id)]
 
     def runs(self, worker_id: str, epoch: int) -> bool:
         """Returns whether exactly this epoch of the worker is joined."""
         card = self._cards.get(worker_id)
         return card is not None and card.epoch == epoch
+
+    def check_caller(self, worker_id: str) -> None:
+        """Raises Refused (DENIED) unless the caller is this joined worker. REQUIRES that it is joined."""
+        if not is_caller(self._cards[worker_id].incarnation):
+            raise refusals.not_the_caller(worker_id)
 
     def card(self, worker_id: str, epoch: int) -> WorkerCard:
         """Returns the card of a worker. Epoch 0 accepts any epoch. Raises Refused (UNKNOWN, RESTARTED)."""

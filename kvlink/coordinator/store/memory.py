@@ -72,6 +72,9 @@ class MemoryStore:
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:  # noqa: D102
         return self._members.card(worker_id, epoch)
 
+    async def check_own(self, worker_id: str, epoch: int) -> None:  # noqa: D102
+        self._check_own(worker_id, epoch)
+
     async def workers(self) -> list[WorkerCard]:  # noqa: D102
         return list(self._members.cards())
 
@@ -83,8 +86,7 @@ class MemoryStore:
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
         try:
-            if not self._members.runs(offer.worker_id, offer.epoch):
-                raise self._not_running(offer.worker_id, offer.epoch)
+            self._check_own(offer.worker_id, offer.epoch)
             self._num_offered += 1
             now = self._clock()
             answers = self._offers.offer(offer, now)
@@ -131,6 +133,7 @@ class MemoryStore:
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
         self._members.card(worker_id, epoch)
+        self._members.check_caller(worker_id)
         last = self._orders_of(worker_id, epoch)
         queued = last.drain()
         last.close()
@@ -213,6 +216,11 @@ class MemoryStore:
         feed: Feed[SettleOrder] = Feed(self._limits.pending_settles, forget)
         self._orders[worker_id] = (epoch, feed)
         return feed
+
+    def _check_own(self, worker_id: str, epoch: int) -> None:
+        if not self._members.runs(worker_id, epoch):
+            raise self._not_running(worker_id, epoch)
+        self._members.check_caller(worker_id)
 
     def _not_running(self, worker_id: str, epoch: int) -> Refused:
         try:

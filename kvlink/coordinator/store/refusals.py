@@ -32,6 +32,15 @@ def replaced(card: WorkerCard, running: int) -> Refused:
     )
 
 
+def not_the_caller(worker_id: str) -> Refused:
+    """Refuses what a worker does itself, because another process calls in its name."""
+    return Refused(
+        Reason.DENIED,
+        f"worker {named(worker_id)} is another process than the caller, who does not have its secret; only the "
+        "process itself may do this",
+    )
+
+
 def worker_id_taken(holder: WorkerCard, newcomer: WorkerCard) -> Refused:
     """Refuses a second process with the worker_id of a running one."""
     return Refused(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,19 +40,27 @@ def cached(source: bytes, target: str, driver: int, folder: Path | None = None) 
 def kept(folder: Path, source: bytes, key: str, make: Callable[[], bytes]) -> bytes:
     """Returns the image of `source` for `key`, from `folder` if a complete one is there, else from `make`.
 
-    A directory that cannot be read or written is ignored.
+    A directory that cannot be read or written is ignored, as is one that another user could have written to.
     """
     name = hashlib.sha256(source).hexdigest()[:16]
     file = folder / f"gather-{name}-{key}.bin"
     with suppress(OSError):
-        found = file.read_bytes()
+        found = file.read_bytes() if _is_own(folder) and _is_own(file) else b""
         image = found[_DIGEST_BYTES:]
         if hashlib.sha256(image).digest() == found[:_DIGEST_BYTES]:
             return image
     image = make()
     with suppress(OSError):
-        _keep(file, hashlib.sha256(image).digest() + image)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_own(folder):
+            _keep(file, hashlib.sha256(image).digest() + image)
     return image
+
+
+def _is_own(path: Path) -> bool:
+    """Returns whether only this user can write to it. Raises OSError if it is not there."""
+    found = path.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def compiled(source: bytes, target: str, *options: str) -> Compiled:
@@ -93,7 +102,6 @@ def _cache_folder() -> Path:
 
 def _keep(file: Path, content: bytes) -> None:
     """Writes the file atomically, so that concurrent writers do not mix their content."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
         new.write(content)
     Path(new.name).replace(file)

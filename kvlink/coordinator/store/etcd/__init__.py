@@ -94,6 +94,9 @@ class EtcdStore:
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
         return (await self._guarded(self._members.member, worker_id, epoch)).card
 
+    async def check_own(self, worker_id: str, epoch: int) -> None:
+        await self._guarded(self._members.own, worker_id, epoch)
+
     async def workers(self) -> list[WorkerCard]:
         await self._guarded(_nothing)
         return [member.card for member in self._mirror.members.values()]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, named
+from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.security import is_caller
 from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import Etcd, delete, get, leased, put, unchanged
@@ -42,6 +43,12 @@ class _Seen(NamedTuple):
     @property
     def member_revision(self) -> int:
         return self.member.revision if self.member else 0
+
+
+def _check_caller(member: Member) -> Member:
+    if not is_caller(member.card.incarnation):
+        raise refusals.not_the_caller(member.card.worker_id)
+    return member
 
 
 class Membership:
@@ -106,16 +113,20 @@ class Membership:
 
     async def beat(self, worker_id: str, epoch: int) -> bool:
         """Implements Store.beat."""
-        member = self._mirror.members.get(worker_id) or (await self._look(worker_id)).member
-        if member is None or member.card.epoch != epoch:
-            member = (await self._look(worker_id)).member
-        return member is not None and member.card.epoch == epoch and await self._renew(member.lease)
+        try:
+            member = await self.own(worker_id, epoch)
+        except Refused as refused:
+            if refused.reason in (Reason.NOT_JOINED, Reason.RESTARTED):
+                return False
+            raise
+        return await self._renew(member.lease)
 
     async def leave(self, worker_id: str, epoch: int) -> None:
         """Implements Store.leave."""
         seen = await self._look(worker_id)
         if seen.member is None or seen.member.card.epoch != epoch:
             return
+        _check_caller(seen.member)
         worker_key, epoch_key = self._layout.worker(worker_id), self._layout.epoch(worker_id)
         incarnation = Incarnation(epoch, seen.member.card.incarnation, left=True)
         done = await self._etcd.commit(
@@ -140,6 +151,13 @@ class Membership:
         if epoch not in (0, member.card.epoch):
             raise refusals.restarted(worker_id, epoch, member.card.epoch)
         return member
+
+    async def own(self, worker_id: str, epoch: int) -> Member:
+        """Returns a joined worker whose process is the caller. Refused: NOT_JOINED, RESTARTED, DENIED."""
+        member = await self.member(worker_id, epoch, Reason.NOT_JOINED)
+        if member.card.epoch != epoch:  # 0 stands for any epoch only where a worker is looked up
+            raise refusals.restarted(worker_id, epoch, member.card.epoch)
+        return _check_caller(member)
 
     async def _look(self, worker_id: str) -> _Seen:
         keys = (self._layout.epoch(worker_id), self._layout.worker(worker_id))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvlink.control.codec import StoredRecords
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, named
+from kvlink.control.refusal import named
 from kvlink.control.values import Offer
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import delete, get, leased, put, unchanged
@@ -52,7 +52,7 @@ class EtcdOffers:
         """Implements Store.offer."""
         stored = self._admit(offer)
         for _ in range(MAX_TRIES):
-            member = await self._membership.member(offer.worker_id, offer.epoch, Reason.NOT_JOINED)
+            member = await self._membership.own(offer.worker_id, offer.epoch)
             if (stored.ticket, stored.lease) == (offer.ticket, member.lease):
                 return
             worker_key = self._layout.worker(offer.worker_id)

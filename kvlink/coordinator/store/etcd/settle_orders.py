@@ -77,7 +77,7 @@ class SettleOrders:
 
     async def listen(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
         """Implements Store.orders."""
-        member = await self._membership.member(worker_id, epoch)
+        member = await self._membership.own(worker_id, epoch)
         self.stop(worker_id)
         feed = self._feeds[worker_id] = _Orders(
             member.card.epoch, self._limits.pending_settles, self._commits
