@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -123,6 +124,7 @@ class World {
   void free_blocks(Call& call);
   bool can_end_alone() const;
   void check_by(int64_t ns, const Call& call, const char* what);
+  void expect_by(int64_t ns, std::function<bool()> holds, std::function<void()> otherwise);
   void check_transfer(Link& link, const std::shared_ptr<Transfer>& transfer);
   void check_under_way(Link& link);
   void check_end();

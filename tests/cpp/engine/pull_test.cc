@@ -693,7 +693,7 @@ TEST_F(PullTest, ClosedWhileItStarts) {
       return is_broken ? nullptr : reads()(deadline);
     };
     ASSERT_TRUE(pull->connected(0, {closes, is_broken ? broken() : reads()}));
-    EXPECT_EQ(pull->state(), is_broken ? PullState::kFailed : PullState::kReading);
+    ASSERT_EQ(pull->state(), is_broken ? PullState::kFailed : PullState::kReading);
     EXPECT_EQ(asked(), Strings{}) << "it is not read again";
     if (is_broken) continue;
     for (const size_t part : {0, 1}) end(*pull->transfer(part), End::kSettled);
