@@ -146,6 +146,7 @@ def settles_that_a_broken_connection_lost() -> None:
         queue = reader._pulls._reader
         for _ in range(2):
             reader._control.on_loop("lost settles", queue._on_ready, [peer.connection.token])
+            reader._control.run(asyncio.sleep(0))  # until it has run
         assert reader.pull(owner.offer("b", [1]), [1]).wait(20)
 
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Removes or redirects every edge of a pull, one at a time, and says which tests find it.
 
