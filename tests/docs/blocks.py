@@ -20,7 +20,7 @@ _CODE = ("sh", "console", "python", "indented")
 RUNS, SERVED = "runs", "served"
 """As it stands, from the wheel; SERVED needs a coordinator at the default port."""
 _FIRST = "tests/newcomer/test_first_screen.py"
-_PAGES = "tests/newcomer/test_pages.py"
+_PAGES = "tests/newcomer/test_page_blocks.py"
 _CODE_TESTS = "tests/docs/test_code_blocks.py"
 _FRAGMENT = (
     "not run: part of a program; docs/examples has it whole, and tests/docs/test_examples.py runs that"
