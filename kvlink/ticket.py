@@ -23,8 +23,8 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvlink.errors import ConfigError
@@ -132,6 +132,8 @@ class Ticket:
     """The digests of prefixes of the tokens, which the owner passed to `Worker.offer_soft`."""
     model: int = 0
     """The 8 bytes of the identity of the model that wrote the blocks, see `PoolModel`. 0: not known."""
+    _signed: bytes = field(default=b"", init=False, repr=False, compare=False)
+    """The result of `signed_bytes`, if it is known: a pull checks the signature, and takes microseconds."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a seat that no lease can have. Every ticket passes this check, whatever its source."""
@@ -187,9 +189,20 @@ class Ticket:
 
     def signed_bytes(self) -> bytes:
         """Returns the bytes that a signature covers. Raises ConfigError as `to_bytes` does."""
+        if self._signed:
+            return self._signed
         digests = b"" if self.digests is None else self.digests.header()
         model = b"model" + _MODEL.pack(self.model) if self.model else b""
         return _MAGIC + b"".join(self._parts()) + digests + model
+
+    def signed(self, sign: Callable[[bytes], bytes]) -> Ticket:
+        """Returns the ticket with the signature that `sign` makes of `signed_bytes`."""
+        message = self.signed_bytes()
+        return replace(self, signature=sign(message))._with_signed(message)
+
+    def _with_signed(self, message: bytes) -> Ticket:
+        object.__setattr__(self, "_signed", message)
+        return self
 
     def _parts(self) -> tuple[bytes, bytes]:
         names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
@@ -303,13 +316,14 @@ def _parse(blob: bytes) -> Ticket:
     signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
     has_model = header_bytes >= _DIGESTED_BYTES + _MODEL.size
     (model,) = _MODEL.unpack_from(body, _DIGESTED_BYTES) if has_model else (0,)
-    return Ticket(
+    ticket = Ticket(
         request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
         block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
         ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
         signature=signature, group_sizes=group_sizes, group_tokens=group_tokens, trace=trace, digests=digests,
         model=model,
     )  # fmt: skip
+    return ticket._with_signed(ticket.signed_bytes())
 
 
 def _blocks(

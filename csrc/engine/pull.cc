@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "base/clock.h"
-#include "lease/lease_words.h"
 
 namespace kvlink {
 namespace {
@@ -15,8 +14,6 @@ constexpr uint32_t kAttempts = 2;
 // At the deadline the control thread says why an owner was not connected. If it does not, the pull ends
 // without a reason.
 constexpr int64_t kAnswerNs = 50'000'000;
-
-bool settles(const LeaseSeat& seat) { return seat.settle_nonce >= kSmallestNonce; }
 
 PullState state_of(TransferState state) {
   return state == TransferState::kSettled ? PullState::kSettled : PullState::kValid;
@@ -55,7 +52,7 @@ std::shared_ptr<Pull> Pull::started(std::shared_ptr<Transfer> only,
                                     std::shared_ptr<CompletionQueue> control) {
   auto pull = std::make_shared<Pull>(only->deadline_ns(), std::move(control), Relaying{});
   const TransferState state = only->state();
-  const bool told = state == TransferState::kSettled || !settles(only->seat());
+  const bool told = state == TransferState::kSettled || !only->seat().settles();
   pull->num_parts_ = 1;
   pull->first_.transfer = only;
   if (state != TransferState::kPending && state != TransferState::kFailed && told) {
@@ -217,7 +214,7 @@ void Pull::end(Status why) {
     if (one.state == TransferState::kFailed) ended = PullState::kFailed;
     if (one.state != TransferState::kValid) continue;
     ended = std::min(ended, PullState::kValid);
-    if (settles(one.transfer->seat())) ask({PullAction::Kind::kSettle, index});
+    if (one.transfer->seat().settles()) ask({PullAction::Kind::kSettle, index});
   }
   why_ = std::move(why);
   if (ended == PullState::kFailed && relaying_.failed) relaying_.failed();

@@ -25,8 +25,6 @@ bool is_made_up(const LeaseSeat& seat) {
          (seat.settle_nonce != 0 && !seat.is_shared() && seat.settle_nonce < kSmallestNonce);
 }
 
-bool settles(const LeaseSeat& seat) { return seat.settle_nonce >= kSmallestNonce; }
-
 /// Staged reads are not folded: they are examined range by range.
 bool folds(const TransferDriver& driver) { return driver.supports_repeats && !driver.policy; }
 
@@ -277,7 +275,7 @@ void Transfer::on_slot(int64_t now) {
   } else if (phase_ == Phase::kValidate) {
     stats_.validate_ns = now - started_ns_ - stats_.plan_ns - stats_.read_ns;
     prove();
-    if (!settles(seat_)) return finish({}, now);
+    if (!seat_.settles()) return finish({}, now);
     phase_ = Phase::kSettle;
     phase_started_ns_ = now;
   }
@@ -339,7 +337,7 @@ void Transfer::finish(Status status, int64_t now) {
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
   if (!streams_) count_plan();
-  if (path_stats_) path_stats_->add(stats_, result_, settles(seat_) && !stats_.settled);
+  if (path_stats_) path_stats_->add(stats_, result_, seat_.settles() && !stats_.settled);
   // A streaming pull takes as long as its prefill does.
   if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);

@@ -19,6 +19,8 @@ struct LeaseSeat {
   uint64_t settle_nonce = 0;  // or kSharedSeat
 
   constexpr bool is_shared() const;
+  /// Returns whether a reader that has read its blocks tells the owner.
+  constexpr bool settles() const;
 };
 inline constexpr uint64_t kMaxSeats = 255;
 /// Smaller values are tombstones, or look like a settle nonce of few readers.
@@ -27,6 +29,7 @@ inline constexpr uint64_t kSmallestNonce = kMaxSeats + 1;
 /// word, because they would overwrite each other's.
 inline constexpr uint64_t kSharedSeat = 1;
 constexpr bool LeaseSeat::is_shared() const { return settle_nonce == kSharedSeat; }
+constexpr bool LeaseSeat::settles() const { return settle_nonce >= kSmallestNonce; }
 
 /// One reader's slot; slot 0 is the header. Little-endian, 8-byte aligned.
 struct LeaseSlot {

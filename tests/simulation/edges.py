@@ -415,7 +415,7 @@ CHANGES: list[Change] = [
     cut(
         "valid",
         "a seat that is not to be settled is settled",
-        "if (settles(one.transfer->seat())) ask({PullAction::Kind::kSettle",
+        "if (one.transfer->seat().settles()) ask({PullAction::Kind::kSettle",
         "ask({PullAction::Kind::kSettle",
     ),
     cut(
