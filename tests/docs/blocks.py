@@ -92,6 +92,7 @@ HOW: dict[str, dict[str, str]] = {
         "install -D": "not run: needs a running systemd; tests/deploy/test_unit.py verifies the drop-in",
     },
     "docs/servers/lmcache.md": {"pip install .": _ENGINES},
+    "docs/servers/models.md": {"export KVLINK_SAME_MODEL": RUNS},
     "docs/servers/routers.md": {
         "pip install .": _ENGINES,
         "pip install '.[router]'": _ENGINES,
