@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from descriptors import descriptors, opened_since
@@ -271,16 +272,15 @@ def test_closing_does_not_wait_for_an_owner_that_never_answers(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = struct.pack("<I", silent.getsockname()[1])
 
-        def open_silent(self: _core.Engine, transport: str, address: bytes, stats: _core.PathStats) -> object:
+        def open_silent(self: _core.Engine, transport: str, address: bytes, *about: Any) -> object:
             """At the owner's address, which ends with the port and eight bytes, and the port of the silent one."""
-            return plain(self, transport, address[:-12] + port + address[-8:], stats)
+            return plain(self, transport, address[:-12] + port + address[-8:], *about)
 
         monkeypatch.setattr(_core.Engine, "open", open_silent)
         with Worker(BlockPool.allocate(layout), "owner", transports="tcp") as owner:
             reader = Worker(BlockPool.allocate(layout), "reader", transports="tcp")
             pull = reader.pull(owner.offer("r", [1]), [2], timeout_s=3600)
-            with silent.accept()[0] as accepted:
-                accepted.recv(64, socket.MSG_WAITALL)  # the reader's hello; it waits for the answer
+            with silent.accept()[0]:  # the reader waits for the owner's word
                 reader.close()
             with pytest.raises(Cancelled):
                 pull.wait()
