@@ -129,7 +129,8 @@ def lie(transport: str, known: Known, made_up: bool, passed_on: bool, name: str,
     _State.worker._control.loop.call_soon_threadsafe(membership._agent.publish, card)
     block = 0 if blocks == NUM_BLOCKS and made_up else NUM_BLOCKS + 1 if made_up else 1
     seat = LeaseSeat(known.ticket.seats[0].slot, known.ticket.seats[0].nonce, WORDS)
-    return Ticket("lie", name, card.epoch, card.agent, (seat,), array("I", [block]), 16, 1)
+    ticket = Ticket("lie", name, card.epoch, card.agent, (seat,), array("I", [block]), 16, 1)
+    return _State.worker.offers.sign(ticket)  # it is one of the tenant's workers
 
 
 def _passing_on(card: WorkerCard) -> Callable[..., Any]:
