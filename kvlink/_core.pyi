@@ -157,8 +157,6 @@ class Pull:
         """Returns why the pull ended while it waited for its owners. None: see the failures of its transfers."""
     def kept_blocks(self) -> bytes:
         """Returns the reader's block ids as uint32, of a pull that `Connection.pull` started and that `is_open`."""
-    @property
-    def num_parts(self) -> int: ...
     def transfer(self, part: int) -> Transfer | None:
         """Returns the last transfer of a part. None: its connection was broken when it should start."""
     def cut(self, part: int) -> Transfer | None:

@@ -327,7 +327,6 @@ void register_pull(py::module_& m) {
              const std::vector<uint32_t>& ids = self.kept_blocks();
              return py::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(uint32_t));
            })
-      .def_property_readonly("num_parts", briefly(&Pull::num_parts))
       .def("transfer", briefly(&Pull::transfer), py::arg("part"))
       .def("cut", briefly(&Pull::cut), py::arg("part"))
       .def("wanted", briefly(&Pull::wanted))

@@ -133,7 +133,7 @@ bool Pull::connected(uint32_t attempt, const std::vector<StartReads>& reads) {
   return true;
 }
 
-/// Whoever cancels finds the transfer, or this finds that it was cancelled.
+/// A caller that cancels finds the transfer, or this call finds that the pull was cancelled.
 void Pull::start_part(uint32_t index, const StartReads& start, int64_t deadline) {
   const auto is_stopped = [this] {
     std::lock_guard lock(mutex_);

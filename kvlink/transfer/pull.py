@@ -239,23 +239,20 @@ class Pull(SharedAwaitable[PullStats]):
             return self._after_cut(error_of(failed, f"request {self.request_id}"))
         for index, (ticket, peer) in enumerate(self._owners):
             if (transfer := self._core.transfer(index)) is None:
-                return closed_by(ticket, peer)
-            if (error := _failure_of((ticket, peer, transfer), self.request_id)) is not None:
+                return _closed_by(ticket, peer)
+            if (error := failure_of((ticket, peer, transfer))) is not None:
                 return error
         return None
 
     def _note_cuts(self, parts: Sequence[int]) -> None:
         """Keeps the errors of the parts that were cut, before their owners are connected again."""
-        self._cuts = {}
-        for index in parts:
-            ticket, peer = self._owners[index]
-            transfer = self._core.cut(index)
-            error = (
-                _failure_of((ticket, peer, transfer), self.request_id)
-                if transfer
-                else closed_by(ticket, peer)
-            )
-            self._cuts[ticket.worker_id] = str(error)
+        self._cuts = {self._owners[part][0].worker_id: str(self._why_cut(part)) for part in parts}
+
+    def _why_cut(self, part: int) -> KVLinkError:
+        """Returns the error of a part that failed before it is read again."""
+        ticket, peer = self._owners[part]
+        transfer = self._core.cut(part)
+        return (transfer and failure_of((ticket, peer, transfer))) or _closed_by(ticket, peer)
 
     def _after_cut(self, error: KVLinkError) -> KVLinkError:
         """Returns the error of a pull that could not start.
@@ -268,12 +265,13 @@ class Pull(SharedAwaitable[PullStats]):
         return kind(f"{'; '.join(self._cuts.values())}; the pull could not restart: {error}")
 
 
-def closed_by(ticket: Ticket, peer: Peer) -> PeerUnreachable:
+def _closed_by(ticket: Ticket, peer: Peer) -> PeerUnreachable:
     """Returns the error for an owner whose connection was broken when its part should start."""
     why = peer.connection.why_broken()
     return PeerUnreachable(f"request {ticket.request_id}: {ticket.worker_id} closed the connection: {why}")
 
 
-def _failure_of(part: Part, request_id: str) -> KVLinkError | None:
+def failure_of(part: Part) -> KVLinkError | None:
+    """Returns why an ended part has failed, or None."""
     ticket, peer, transfer = part
-    return failure(transfer, f"request {request_id} from {ticket.worker_id} over {peer.transport}")
+    return failure(transfer, f"request {ticket.request_id} from {ticket.worker_id} over {peer.transport}")

@@ -28,12 +28,12 @@ from kvlink.runtime.supervised import guarded, start_job
 from kvlink.ticket import Ticket
 from kvlink.transfer.completion import QueueReader
 from kvlink.transfer.device_work import DeviceWork, until_ended
-from kvlink.transfer.engine import Engine, failure
+from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import copied
 from kvlink.transfer.owners import Owner, connect_all, connect_one
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pull import SETTLED, Observer, Pull, closed_by
+from kvlink.transfer.pull import SETTLED, Observer, Pull
 from kvlink.transfer.pull_request import (
     STREAM_UNITS,
     Want,
@@ -107,7 +107,7 @@ class RelayRun(_Run):
         """See _Run."""
         if self.reads:
             self.reads = False
-            self._give_up(self._error_of_last())
+            self._give_up(self.pull._why_cut(0))
         ticket, core = self.sources[attempt], self.pull._core
         peer = check_relay(await connect_one(peers, ticket, until), ticket)
         scale = scale_of(peer, ticket)
@@ -118,12 +118,6 @@ class RelayRun(_Run):
         self.pull._owners[:] = [(ticket, peer)]
         self.reads = True
         return lambda: core.connected_relay(attempt, row, batch, scale, self.engine.core, self.lease)
-
-    def _error_of_last(self) -> KVLinkError:
-        ticket, peer = self.pull._owners[0]
-        transfer = self.pull._core.cut(0)
-        where = f"request {ticket.request_id} from {ticket.worker_id} over {peer.transport}"
-        return (transfer and failure(transfer, where)) or closed_by(ticket, peer)
 
     def turns_from(self, error: KVLinkError) -> bool:
         """See _Run."""
@@ -164,7 +158,7 @@ class Pulls:
         self.num_restarts = 0
         self._control, self._engine, self._peers = control, engine, peers
         self._settle_by_agent, self._release, self._observer = settle_by_agent, release, observer
-        self.plain = engine.on_landed is None and observer is None
+        self._plain = engine.on_landed is None and observer is None
         """Whether nothing is left to do for a pull that has ended and settled."""
         self._live: dict[int, _Run] = {}
         self._most_live = _LEAST_LIVE
@@ -180,7 +174,7 @@ class Pulls:
     ) -> Pull:
         """Returns the handle of a pull that reads from one owner, or has ended already."""
         pull = Pull(core, ticket.request_id, [(ticket, peer)])
-        if self.plain and core.state == SETTLED:
+        if self._plain and core.state == SETTLED:
             pull._landed = True
             return pull
         self._equip(pull, settle)

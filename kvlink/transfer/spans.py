@@ -16,12 +16,12 @@ from kvlink import tracing
 from kvlink.errors import KVLinkError
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.tracing import Attributes, Kind, TraceParent
-from kvlink.transfer.engine import SETTLED, failure
+from kvlink.transfer.engine import SETTLED
 from kvlink.transfer.explain import Part
 from kvlink.transfer.group_ids import GroupIds, arrays_of
 from kvlink.transfer.offer_check import parent_span
 from kvlink.transfer.offers import Offers
-from kvlink.transfer.pull import Observer, Pull
+from kvlink.transfer.pull import Observer, Pull, failure_of
 
 
 def kinds() -> tuple[type[Offers], Callable[[bool], Observer] | None]:
@@ -90,11 +90,9 @@ class PullSpans:
             _record("kvlink.settle", read, (began_ns, time.time_ns()), _about(part), why)
 
     def _record_part(self, part: Part) -> TraceParent | None:
-        ticket, peer, transfer = part
+        ticket, _, transfer = part
         stats = transfer.stats()
-        error = failure(
-            transfer, f"request {ticket.request_id} from {ticket.worker_id} over {peer.transport}"
-        )
+        error = failure_of(part)
         # This clock is read before the other, so that no span is too early.
         ago_ns = time.monotonic_ns() - transfer.started_ns
         began_ns = time.time_ns() - ago_ns

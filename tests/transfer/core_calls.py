@@ -289,7 +289,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "Pull.failure": of_pull(lambda pull: pull.failure()),
     "Pull.is_open": of_pull(lambda pull: pull.is_open),
     "Pull.notify": of_pull(lambda pull: pull.notify(_core.CompletionQueue(), 1)),
-    "Pull.num_parts": of_pull(lambda pull: pull.num_parts),
     "Pull.refused": of_pull(lambda pull: pull.refused(0, "why", False)),
     "Pull.request_cancel": of_pull(lambda pull: pull.request_cancel()),
     "Pull.take_actions": of_pull(lambda pull: pull.take_actions()),

@@ -22,9 +22,8 @@ def cut(*, transfers: int) -> Pull:
         failure=lambda: ("PeerUnreachable", "refused", "", 0),
         cut=lambda part: transfer if part == 1 else None,
     )
-    owners = [
-        (SimpleNamespace(worker_id=name), SimpleNamespace(transport="made up")) for name in ("kept", "lost")
-    ]
+    peer = SimpleNamespace(transport="made up")
+    owners = [(SimpleNamespace(worker_id=name, request_id="request"), peer) for name in ("kept", "lost")]
     pull = Pull(cast(Any, core), "request", cast(Any, owners))
     if transfers:
         pull._note_cuts([1])
