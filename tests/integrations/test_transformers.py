@@ -10,19 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
+from batching_peer import NUM_NEW, BatchingProcess, end_all
+from transports.processes import eventually
 
-torch = pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from batching_peer import NUM_NEW, BatchingProcess, end_all  # noqa: E402
-from transports.processes import eventually  # noqa: E402
-
-from kvlink import Ticket  # noqa: E402
+from kvlink import Ticket
 
 pytestmark = [
     pytest.mark.verify,

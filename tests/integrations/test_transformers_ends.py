@@ -12,20 +12,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
+from stepped_batching import MAX_NEW, Stepped, expected, reference
+from waiting import eventually
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from stepped_batching import MAX_NEW, Stepped, expected, reference  # noqa: E402
-from waiting import eventually  # noqa: E402
-
-from kvlink.errors import Cancelled, ConfigError, TransferError  # noqa: E402
-from kvlink.integrations.transformers import Prefix  # noqa: E402
+from kvlink.errors import Cancelled, ConfigError, TransferError
+from kvlink.integrations.transformers import Prefix
 
 pytestmark = pytest.mark.timeout(120)
 

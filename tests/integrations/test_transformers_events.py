@@ -13,19 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from stepped_batching import MAX_NEW, VOCABULARY, reference  # noqa: E402
-from transformers_world import PROMPTS, World  # noqa: E402
+from stepped_batching import MAX_NEW, VOCABULARY, reference
+from transformers_world import PROMPTS, World
 
 _SIDES = st.sampled_from(["a", "b"])
 _IDS = st.sampled_from(

@@ -13,24 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
+import torch
+import transformers
+from stepped_batching import MAX_NEW, VOCABULARY, batching, expected, reference, small_llama
+from transformers_world import forged
+from waiting import eventually
+from window_models import make
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-import torch  # noqa: E402
-from stepped_batching import MAX_NEW, VOCABULARY, batching, expected, reference, small_llama  # noqa: E402
-from transformers_world import forged  # noqa: E402
-from waiting import eventually  # noqa: E402
-from window_models import make  # noqa: E402
-
-from kvlink import WorkerConfig  # noqa: E402
-from kvlink.errors import KVLinkError  # noqa: E402
-from kvlink.integrations.transformers import Handoff, KVLinkHandoff, Prefix  # noqa: E402
+from kvlink import WorkerConfig
+from kvlink.errors import KVLinkError
+from kvlink.integrations.transformers import Handoff, KVLinkHandoff, Prefix
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 

@@ -7,20 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
+from stepped_batching import MAX_NEW, Stepped, expected, reference
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from stepped_batching import MAX_NEW, Stepped, expected, reference  # noqa: E402
-
-from kvlink import Ticket  # noqa: E402
-from kvlink.errors import ConfigError  # noqa: E402
-from kvlink.integrations.transformers import Handoff  # noqa: E402
+from kvlink import Ticket
+from kvlink.errors import ConfigError
+from kvlink.integrations.transformers import Handoff
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,17 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-import torch  # noqa: E402
-from stepped_batching import Stepped, expected, reference, small_llama  # noqa: E402
+import recent_transformers  # noqa: F401
+import torch
+from stepped_batching import Stepped, expected, reference, small_llama
 
 PROMPT = tuple(range(3, 20))
 

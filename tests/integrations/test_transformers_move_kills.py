@@ -13,15 +13,8 @@ from enum import Enum
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from batching_peer import BatchingProcess, end_all  # noqa: E402
+import recent_transformers  # noqa: F401
+from batching_peer import BatchingProcess, end_all
 
 NUM_MOVES, NUM_KILLS, NUM_PROMPTS, NUM_NEW = 200, 24, 20, 60
 _SEED = 34

@@ -9,19 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import recent_transformers  # noqa: F401
+import transformers
 
-pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from kvlink.errors import ConfigError  # noqa: E402
-from kvlink.integrations.transformers import Handoff, KVLinkHandoff  # noqa: E402
-from kvlink.integrations.transformers.support import check_manager  # noqa: E402
-from kvlink.integrations.transformers.tiny_llama import tiny_llama  # noqa: E402
+from kvlink.errors import ConfigError
+from kvlink.integrations.transformers import Handoff, KVLinkHandoff
+from kvlink.integrations.transformers.support import check_manager
+from kvlink.integrations.transformers.tiny_llama import tiny_llama
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 

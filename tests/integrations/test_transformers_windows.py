@@ -9,17 +9,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-allocators = pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators", reason="transformers is older than 5.19"
-)
-if not hasattr(allocators.FullAttentionCacheAllocator, "layer_type"):
-    pytest.skip("transformers is older than 5.19", allow_module_level=True)
-
-from batching_peer import NUM_NEW, BatchingProcess  # noqa: E402
-from transports.processes import eventually  # noqa: E402
+import recent_transformers  # noqa: F401
+from batching_peer import NUM_NEW, BatchingProcess
+from transports.processes import eventually
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
