@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 
-from kvlink.timeouts import checked
+from kvlink.config.timeouts import checked
 from kvlink.worker.prefixes import SharedPrefixes
 
 _LOOK_EVERY_S = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
-from kvlink.timeouts import checked
+from kvlink.config.timeouts import checked
 from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.engine import Engine, LeaseCounts
 from kvlink.transfer.offers import Offers

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvlink.config.timeouts import checked
 from kvlink.errors import ConfigError
 from kvlink.ticket import Ticket
-from kvlink.timeouts import checked
 from kvlink.transfer.engine import PreparedPlan
 from kvlink.transfer.group_ids import within
 from kvlink.transfer.peer import Peer

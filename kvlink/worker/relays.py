@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from kvlink.config.timeouts import checked
 from kvlink.errors import ConfigError
 from kvlink.layout import rank_of
 from kvlink.ticket import Ticket
-from kvlink.timeouts import checked
 from kvlink.transfer.group_ids import GroupIds, copied
 from kvlink.types import ReadyUnit
 from kvlink.worker.draining import Draining

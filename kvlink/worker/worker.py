@@ -14,16 +14,16 @@ from dataclasses import replace
 from functools import partial as bound
 from typing import Any
 
-from kvlink.background import ControlThread
 from kvlink.config import WorkerConfig
+from kvlink.config.timeouts import checked
 from kvlink.control import ticket_signing
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
 from kvlink.monitoring.worker_report import Reporter
 from kvlink.monitoring.worker_stats import WorkerStats
-from kvlink.names import check_kind, check_name
+from kvlink.runtime.background import ControlThread
+from kvlink.runtime.names import check_kind, check_name
 from kvlink.ticket import Ticket
-from kvlink.timeouts import checked
 from kvlink.transfer import spans
 from kvlink.transfer.device_work import DeviceWork, has_ended
 from kvlink.transfer.engine import Engine
