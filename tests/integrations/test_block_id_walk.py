@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a block id passes on its way from vLLM to the core: those of the architecture page, and few of them."""
+"""The files that a block id passes on its way from vLLM to the core: those of the architecture page, and few."""
 
 from __future__ import annotations
 
