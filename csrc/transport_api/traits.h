@@ -66,6 +66,11 @@ struct PortState {
   bool operator==(const PortState&) const = default;
 };
 
+/// A port that was meant to be used and is not, and the reason with the fix.
+struct LeftOut {
+  std::string name, why;
+};
+
 /// One run of a worker: what a process is, and what a reader means to read from.
 struct WorkerRun {
   std::string worker = {};

@@ -80,6 +80,9 @@ class Transport {
   virtual const Capabilities& capabilities() const = 0;
   /// Returns the ports whose devices come and go. serve() updates them. Any thread.
   virtual std::vector<PortState> ports() const { return {}; }
+  /// Returns the ports that could not be opened, or not register the memory. Constant after registration,
+  /// which may also shorten address() and the keys of regions.
+  virtual std::vector<LeftOut> left_out() const { return {}; }
 
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot export. The reader's
   /// segments count its regions in order of registration. kLocal memory counts too: reads land in it, no peer
