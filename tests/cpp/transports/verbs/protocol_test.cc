@@ -118,7 +118,7 @@ bool in_bounds(const RemoteKey& key) {
                      [=](const auto& keys) { return keys.size() == slices; });
 }
 
-/// What tests/control/test_second_implementation.py packs and reads, which was written from the formats
+/// tests/control/test_second_implementation.py packs and reads the same by code written from the formats
 /// alone.
 template <typename Blob>
 void expect_kept(const std::string& wanted) {
