@@ -154,7 +154,7 @@ void register_engine(py::module_& m) {
            [](const Engine& self) {
              std::vector<std::pair<std::string, std::string>> rows;
              for (const TransportAccess& row : self.access()) {
-               for (const LeftOut& port : row.left_out) rows.emplace_back(port.name, port.why);
+               for (const PortState& port : row.left_out) rows.emplace_back(port.name, port.away);
              }
              return rows;
            })

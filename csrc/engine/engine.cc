@@ -183,7 +183,10 @@ Status Engine::register_all() {
 /// Registration may have left ports out.
 void Engine::refresh(TransportState& state) const {
   state.ports = state.transport->ports();
-  state.access.left_out = state.transport->left_out();
+  const auto used = std::stable_partition(state.ports.begin(), state.ports.end(),
+                                          [](const PortState& port) { return !port.left_out; });
+  state.access.left_out.assign(used, state.ports.end());
+  state.ports.erase(used, state.ports.end());
   state.access.address = state.transport->address();
   if (state.regions.size() != pool_.size() + 2) return;  // it exports nothing
   for (size_t region = 0; region < state.regions.size(); ++region) {

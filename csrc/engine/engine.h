@@ -48,8 +48,8 @@ struct TransportAccess {
   std::vector<std::string> pool_keys;
   std::vector<std::string> lease_keys;  // of the lease slots and of the peer words
   std::string refused;  // why the pool cannot be exported this way, and the fix; then there are no keys
-  std::vector<LeftOut> left_out = {};  // ports that could not be used
-  bool bounces = false;                // what goes this way to and from the pool is staged in host memory
+  std::vector<PortState> left_out = {};  // ports that could not be used
+  bool bounces = false;                  // what goes this way to and from the pool is staged in host memory
 };
 
 struct Accepted {

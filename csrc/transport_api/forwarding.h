@@ -31,7 +31,6 @@ class WrappedTransport : public Transport {
   std::string address() const override { return inner_->address(); }
   const Capabilities& capabilities() const override { return inner_->capabilities(); }
   std::vector<PortState> ports() const override { return inner_->ports(); }
-  std::vector<LeftOut> left_out() const override { return inner_->left_out(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>& through) override {
     return inner_->register_memory(range, access, through);

@@ -63,12 +63,8 @@ struct PortState {
   std::string away;         // why, while its device is gone; empty: it is here
   uint32_t times_away = 0;  // so far
   bool held = false;        // connections still hold the device that is gone
+  bool left_out = false;    // for good; `away` is the reason with the fix
   bool operator==(const PortState&) const = default;
-};
-
-/// A port that was meant to be used and is not, and the reason with the fix.
-struct LeftOut {
-  std::string name, why;
 };
 
 /// One run of a worker: what a process is, and what a reader means to read from.

@@ -159,5 +159,5 @@ Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, 
 /// machine. Refuses an empty list.
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
                                                     const std::optional<std::vector<NicOption>>& wanted,
-                                                    const Manner& manner, std::vector<LeftOut>& left_out);
+                                                    const Manner& manner, std::vector<PortState>& left_out);
 }  // namespace kvlink::verbs

@@ -48,7 +48,7 @@ Result<std::shared_ptr<Nic>> open_wanted(const Api& api, const NicOption& option
 
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
                                                     const std::optional<std::vector<NicOption>>& wanted,
-                                                    const Manner& manner, std::vector<LeftOut>& left_out) {
+                                                    const Manner& manner, std::vector<PortState>& left_out) {
   if (!wanted) return open_all(api, manner);
   if (wanted->empty()) {
     return Status::Unavailable("no RDMA port of this machine serves this pool", "kvlink topology says why");
@@ -65,7 +65,7 @@ Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
     }
     last = nic.status();
     if (option.named || last.code() == Code::kConfig) return last;
-    left_out.push_back({option.port, last.sentence()});
+    left_out.push_back({.name = option.port, .away = last.sentence(), .left_out = true});
   }
   if (nics.empty()) return last;
   return nics;

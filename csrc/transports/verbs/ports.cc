@@ -113,7 +113,7 @@ Result<std::vector<std::shared_ptr<const Memory>>> Ports::register_one_by_one(co
                                                                               Rights rights,
                                                                               Status why_not_all) {
   std::vector<std::shared_ptr<const Memory>> all;
-  std::vector<LeftOut> left_out;
+  std::vector<PortState> left_out;
   std::vector<Port> fit;
   std::lock_guard lock(mutex_);
   for (Port& port : ports_) {
@@ -123,7 +123,7 @@ Result<std::vector<std::shared_ptr<const Memory>>> Ports::register_one_by_one(co
       all.push_back((*made).front());
       fit.push_back({port.place, port.opened, port.address});
     } else {
-      left_out.push_back({port.address.name, made.status().sentence()});
+      left_out.push_back({.name = port.address.name, .away = made.status().sentence(), .left_out = true});
     }
   }
   if (all.empty()) return why_not_all;
@@ -132,7 +132,7 @@ Result<std::vector<std::shared_ptr<const Memory>>> Ports::register_one_by_one(co
   return all;
 }
 
-std::vector<LeftOut> Ports::left_out() const {
+std::vector<PortState> Ports::left_out() const {
   std::lock_guard lock(mutex_);
   return left_out_;
 }

@@ -57,7 +57,7 @@ class Ports {
   /// named, are left out for good, unless none does. Else refuses it (kTransportUnavailable). To be called
   /// before look().
   Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
-  std::vector<LeftOut> left_out() const;
+  std::vector<PortState> left_out() const;
   std::vector<LocalRegion> locals(size_t port) const;
   RemoteKey key(size_t region, Access access) const;
 
@@ -99,7 +99,7 @@ class Ports {
   mutable std::mutex mutex_;  // guards everything below
   std::vector<Port> ports_;   // of which the number is constant once all is registered
   std::vector<Range> ranges_;
-  std::vector<LeftOut> left_out_;
+  std::vector<PortState> left_out_;
   bool closed_ = false;
 };
 

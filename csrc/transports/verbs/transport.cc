@@ -56,7 +56,7 @@ class Region final : public MemoryRegion {
 class VerbsTransport final : public Transport {
  public:
   VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, LivenessTimeouts timeouts,
-                 uint32_t qps_per_rail, std::vector<LeftOut> unopened)
+                 uint32_t qps_per_rail, std::vector<PortState> unopened)
       : unopened_(std::move(unopened)),
         ports_(std::move(ports)),
         owner_(std::move(owner)),
@@ -67,9 +67,9 @@ class VerbsTransport final : public Transport {
   std::string address() const override { return ports_->address().format(); }
 
   const Capabilities& capabilities() const override { return capabilities_; }
-  std::vector<PortState> ports() const override { return ports_->states(); }
-  std::vector<LeftOut> left_out() const override {
-    std::vector<LeftOut> all = unopened_, unregistered = ports_->left_out();
+  std::vector<PortState> ports() const override {
+    std::vector<PortState> all = ports_->states(), unregistered = ports_->left_out();
+    all.insert(all.end(), unopened_.begin(), unopened_.end());
     std::move(unregistered.begin(), unregistered.end(), std::back_inserter(all));
     return all;
   }
@@ -101,7 +101,7 @@ class VerbsTransport final : public Transport {
   Result<std::unique_ptr<Endpoint>> open_lane(const Address& own, const Address& owner,
                                               const std::vector<Rail>& rails, const Rail& rail);
 
-  const std::vector<LeftOut> unopened_;
+  const std::vector<PortState> unopened_;
   const std::shared_ptr<Ports> ports_;
   const std::unique_ptr<Owner> owner_;
   const LivenessTimeouts timeouts_;
@@ -184,7 +184,7 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   if (!timeouts.ok()) return timeouts.status();
   const auto api = verbs::api();
   if (!api.ok()) return api.status();
-  std::vector<LeftOut> left_out;
+  std::vector<PortState> left_out;
   auto nics = verbs::open_nics(**api, options.nics, *manner, left_out);
   if (!nics.ok()) return nics.status();
   auto ports =

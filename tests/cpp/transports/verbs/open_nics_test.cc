@@ -22,7 +22,7 @@ class VerbsOpen : public ::testing::Test {
   }
 
   testing::MadeUpMachine machine;
-  std::vector<LeftOut> left_out;
+  std::vector<PortState> left_out;
 };
 
 TEST_F(VerbsOpen, WithoutAListEveryActivePortIsOpenedOnce) {
@@ -80,8 +80,8 @@ TEST_F(VerbsOpen, ChosenPortsThatDoNotOpenAreLeftOutOneByOne) {
   EXPECT_EQ(names(*nics), Names{"mlx5_1:1"});
   ASSERT_EQ(left_out.size(), 2u);
   EXPECT_EQ(left_out[0].name, "mlx5_0:1");
-  EXPECT_NE(left_out[0].why.find("--device=/dev/infiniband"), std::string::npos) << left_out[0].why;
-  EXPECT_NE(left_out[1].why.find("is down"), std::string::npos) << left_out[1].why;
+  EXPECT_NE(left_out[0].away.find("--device=/dev/infiniband"), std::string::npos) << left_out[0].away;
+  EXPECT_NE(left_out[1].away.find("is down"), std::string::npos) << left_out[1].away;
   port.attributes.state = IBV_PORT_DOWN;
   EXPECT_EQ(open_nics(machine.api, chosen, {}, left_out).status().code(), Code::kTransportUnavailable);
 }
