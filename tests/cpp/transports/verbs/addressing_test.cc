@@ -232,7 +232,7 @@ TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
   }
 }
 
-/// What the next event is.
+/// The next event that the device tells.
 ibv_event_type next_event = IBV_EVENT_PORT_ACTIVE;
 bool has_event = false;
 

@@ -132,7 +132,7 @@ class VerbsPorts : public ::testing::Test {
   int64_t now = 1'000'000'000;
 };
 
-/// Of two ports one does not register, as a NIC whose driver takes no dma-buf.
+/// Makes two ports of which one does not register, as a NIC whose driver takes no dma-buf.
 std::unique_ptr<Ports> two_ports(bool named) {
   NicPlace able{"able", 1, 100'000}, unable{"unable", 1, 100'000};
   able.named = unable.named = named;
