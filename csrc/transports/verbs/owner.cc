@@ -257,7 +257,7 @@ void Owner::drop_ended() {
   }
   if (ended.empty()) return;
   dropping_ = aside([ended = std::move(ended)]() mutable {
-    for (Ended& each : ended) each.qp.reset();  // before its queue
+    const std::vector<Ended> ends_here = std::move(ended);  // the future keeps the job, and so its ports
   });
 }
 

@@ -163,6 +163,7 @@ TEST_F(VerbsOwner, QueuePairsThatFailedAreDestroyedAside) {
   owner->serve();
   admit(2);
   gate.opened.count_down();
+  remove_device();  // which nothing of the job keeps open
 }
 
 }  // namespace
