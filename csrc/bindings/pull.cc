@@ -397,7 +397,8 @@ void register_connection(py::module_& m) {
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
       .def("predict_us", &Connection::predict_us, py::arg("num_ops"), py::arg("num_bytes"))
-      .def("replace_soon", &Connection::replace_soon)
+      .def_property_readonly("num_missing", &Connection::num_missing)
+      .def_property_readonly("lost_large", &Connection::lost_large)
       .def("why_broken", own(&Connection::why_broken))
       .def("paths", own(&Connection::paths))
       .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });

@@ -21,7 +21,8 @@ namespace {
 // millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
-constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
+constexpr uint64_t kScratchBytes = 1 << 20;   // 16,384 pulls in flight
+constexpr int64_t kAcceptNs = 2'000'000'000;  // for all lanes of a reader
 constexpr char kStarting[] = "cannot start this worker";
 
 /// Returns whether readers announce in the lease slot which connection reads, so that it can be cut off.
@@ -142,7 +143,7 @@ Status Engine::allocate_own() {
   if (!slots.ok()) return slots.status();
   auto words = HostMemory::allocate(LeaseTable::words_bytes(num_slots), false, {}, Access::kWriteWords);
   if (!words.ok()) return words.status();
-  auto scratch = HostMemory::allocate(kScratchBytes, false);
+  auto scratch = HostMemory::allocate(kScratchBytes + ScratchPool::kSinkBytes, false);
   if (!scratch.ok()) return scratch.status();
   lease_slots_ = *slots;
   peer_words_ = *words;
@@ -150,7 +151,7 @@ Status Engine::allocate_own() {
       std::span(lease_slots_->range().base, LeaseTable::slots_bytes(num_slots)),
       std::span(peer_words_->range().base, LeaseTable::words_bytes(num_slots)), options_.epoch);
   // Local regions are the pool's, then the scratch lines. Every transport numbers them in this order.
-  scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
+  scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()), true);
   return {};
 }
 
@@ -170,10 +171,28 @@ Status Engine::register_all() {
   }
   for (TransportState& state : transports_) {
     if (!state.transport) continue;
-    state.ports = state.transport->ports();
+    refresh(state);
     announces_ |= announces(*state.transport);
+    // A bounce buffer copies from the address, whatever is there.
+    const bool keeps = on_device() && !state.access.bounces;
+    if (keeps && !placement_) placement_ = cuda::Placement::of(pool_);
   }
   return {};
+}
+
+/// Registration may have left ports out.
+void Engine::refresh(TransportState& state) const {
+  state.ports = state.transport->ports();
+  const auto used = std::stable_partition(state.ports.begin(), state.ports.end(),
+                                          [](const PortState& port) { return !port.left_out; });
+  state.access.left_out.assign(used, state.ports.end());
+  state.ports.erase(used, state.ports.end());
+  state.access.address = state.transport->address();
+  if (state.regions.size() != pool_.size() + 2) return;  // it exports nothing
+  for (size_t region = 0; region < state.regions.size(); ++region) {
+    auto& keys = region < pool_.size() ? state.access.pool_keys : state.access.lease_keys;
+    keys[region < pool_.size() ? region : region - pool_.size()] = state.regions[region]->remote_key();
+  }
 }
 
 Status Engine::open_descriptors() {
@@ -230,7 +249,12 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
   Accepted accepted{announces(*state->transport) ? id : 0, {}};
   Status why;
+  const int64_t ends = now_ns() + kAcceptNs;
   for (const std::string& hello : hellos) {
+    if (now_ns() >= ends) {  // a lane that connects takes microseconds
+      accepted.replies.resize(hellos.size());
+      break;
+    }
     const Result<std::string> reply = state->transport->accept({id, caller}, hello);
     if (!reply.ok()) why = reply.status();
     accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
@@ -256,6 +280,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
       new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
                      options_.inline_ns, scratch_, progress_, std::move(path_stats), control_),
       DeleteOwn());
+  if (placement_) connection->check_pulls([placement = placement_] { return placement->check(); });
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });
@@ -282,9 +307,21 @@ Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state,
   return lanes;
 }
 
-Status Engine::check_serving() const {
+Status Engine::check_serving() {
   if (!started()) return Status::Config("this worker has not started");
-  return closing_ ? Status::Config("this worker is closed") : Status{};
+  return closing_ ? Status::Config("this worker is closed") : check_placement();
+}
+
+/// The old memory still has what was offered before. It does not get what is written from now on.
+Status Engine::check_placement() {
+  if (!placement_) return {};
+  Status status = placement_->check();
+  if (!status.ok()) leases_->abort_all();
+  return status;
+}
+
+bool Engine::set_ready(uint64_t lease, uint64_t ready) {
+  return check_placement().ok() && leases_->set_ready(lease, ready);
 }
 
 Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,

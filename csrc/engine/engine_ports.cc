@@ -36,6 +36,7 @@ Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Ac
 /// Runs while a device is gone, until nothing holds it any more; the device cannot leave before.
 void Engine::check_ports(TransportState& state) {
   std::vector<PortState> ports = state.transport->ports();
+  std::erase_if(ports, std::mem_fn(&PortState::left_out));
   if (ports.empty()) return;
   std::vector<std::weak_ptr<Connection>> connections;
   {

@@ -44,6 +44,8 @@ class WorkerStats:
     """Counts pulls that failed before any transfer started, by the name of the exception."""
     restarts: int
     """Counts pulls that were restarted because their connection was cut."""
+    paths_given_up: int
+    """Counts how often a transport whose connections failed under pulls was left for the next one."""
     joined: bool | None
     """Whether the worker is joined now, or None without a coordinator."""
     rejoins: int

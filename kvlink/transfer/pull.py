@@ -267,8 +267,8 @@ class Pull(SharedAwaitable[PullStats]):
 
 def _closed_by(ticket: Ticket, peer: Peer) -> PeerUnreachable:
     """Returns the error for an owner whose connection was broken when its part should start."""
-    why = peer.connection.why_broken()
-    return PeerUnreachable(f"request {ticket.request_id}: {ticket.worker_id} closed the connection: {why}")
+    what = f"request {ticket.request_id}: the connection to {ticket.worker_id} ended before anything was read"
+    return PeerUnreachable(f"{what}: {peer.connection.why_broken()}")
 
 
 def failure_of(part: Part) -> KVLinkError | None:

@@ -522,6 +522,7 @@ class Worker:
     async def _end_calls(self) -> None:
         if hasattr(self, "_peers"):
             self._peers.connects.close()
+            self._peers.stop()
         if hasattr(self, "_pulls"):
             self._pulls.close_queue()
         await self._membership.leave()

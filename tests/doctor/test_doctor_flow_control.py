@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doctor.rdma_checks import found, nics
+from doctor.rdma_checks import found, nics, silent
+from hardware import machines
 from hardware.fake_root import FakeRoot
 
 from kvlink.doctor import Verdict, rdma
@@ -62,22 +63,43 @@ def test_congestion_notification(root: FakeRoot) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guarded", "mark", "mark_for_it"),
-    [(3, "", "106"), (4, "tclass=-1", "138"), (0, "", ""), (3, "Global tclass=106", ""), (3, None, "")],
+    ("guarded", "mark", "own", "mark_for_it"),
+    [
+        (3, "", 0, "106"),
+        (4, "tclass=-1", 0, "138"),
+        (0, "", 0, ""),
+        (3, "Global tclass=106", 0, ""),
+        (3, None, 0, ""),
+        (3, "", 106, ""),
+        (3, None, 106, ""),
+        (4, None, 106, "138"),
+    ],
 )
 def test_packets_outside_the_guarded_priority(
-    root: FakeRoot, guarded: int, mark: str | None, mark_for_it: str
+    root: FakeRoot, guarded: int, mark: str | None, own: int, mark_for_it: str
 ) -> None:
     root.nic("mlx5_0")
     for end in ("np", "rp"):
         root.write(f"sys/class/net/eth0/ecn/roce_{end}/enable/{guarded}", "1")
     if mark is not None:
         root.write("sys/class/infiniband/mlx5_0/tc/1/traffic_class", mark)
-    check = found(root)["rdma flow control"]
+    check = rdma.flow_control(root.path, nics(root), silent, own)
     assert check.verdict is (WARN if mark_for_it else PASS)
-    assert ("traffic class" in check.evidence) == (mark is not None)
-    how = f"echo {mark_for_it} | sudo tee /sys/class/infiniband/mlx5_0/tc/1/traffic_class"
-    assert check.fix == (f"sudo mlnx_qos -i eth0 --trust dscp; {how}" if mark_for_it else "")
+    assert (", traffic class" in check.evidence) == (mark is not None)
+    assert (f"KVLINK_RDMA_TRAFFIC_CLASS={own}, priority 3" in check.evidence) == (own > 0)
+    how = f"set KVLINK_RDMA_TRAFFIC_CLASS={mark_for_it} at both ends"
+    assert check.fix == (
+        f"{how}, where the host trusts DSCP: sudo mlnx_qos -i eth0 --trust dscp" if mark_for_it else ""
+    )
+
+
+def test_interfaces_alike_give_one_warning(tmp_path: Path) -> None:
+    check = rdma.flow_control(tmp_path, machines.hgx_h100(tmp_path).discover().nics[:8], silent)
+    assert check.evidence.startswith(
+        "rail0, rail1, rail2, rail3, rail4, rail5, rail6, rail7: PFC cannot tell"
+    )
+    assert check.fix.count("sudo mlnx_qos") == 1
+    assert check.fix.endswith("(the same for rail1, rail2, rail3, rail4, rail5, rail6, rail7)")
 
 
 def test_flow_control_that_cannot_be_told(root: FakeRoot) -> None:

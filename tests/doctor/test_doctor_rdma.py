@@ -213,6 +213,18 @@ def test_device_files_of_a_container_without_them(root: FakeRoot) -> None:
     assert verbs.device_files(root.path).verdict is PASS
 
 
+def test_device_files_of_a_pod_with_one_device_of_many(root: FakeRoot) -> None:
+    for number in range(9):
+        root.write(f"sys/class/infiniband_verbs/uverbs{number}/ibdev", f"mlx5_{number}")
+    assert verbs.device_files(root.path).evidence.count("No such file") == 1
+    root.write("dev/infiniband/uverbs3")
+    check = verbs.device_files(root.path)
+    assert check.verdict is PASS
+    assert check.evidence.startswith(
+        "/dev/infiniband/uverbs3 (mlx5_3): readable and writable; of the host's other"
+    )
+
+
 def test_device_files_without_permission(root: FakeRoot) -> None:
     root.write("sys/class/infiniband_verbs/uverbs0/ibdev", "mlx5_0")
     root.link("dev/infiniband/uverbs0", READ_ONLY)

@@ -4,6 +4,7 @@
 
 #include "cpp/transports/verbs/made_up_machine.h"
 #include "transports/factories.h"
+#include "transports/verbs/endpoint.h"
 #include "transports/verbs/queue_pair.h"
 
 namespace kvlink::verbs {
@@ -210,6 +211,84 @@ TEST_F(VerbsAddressing, APortThatGoesDownEndsItsConnectionsUnlessTheyAreToWait) 
     (*nic)->take_events();
     EXPECT_EQ((*nic)->losses(), waits ? 0U : 1U);
   }
+}
+
+// A NIC that pods share shows each of them the addresses of all.
+TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
+  machine.api.local_ips = [] { return std::vector<Gid>{gid_of("::ffff:10.56.0.12"), gid_of("2001:db8::7")}; };
+  testing::MadeUpPort& port = machine.add_roce("mlx5_0");
+  const std::vector<std::pair<std::vector<std::string>, int>> cases{
+      {{"::ffff:10.56.0.11", "::ffff:10.56.0.12"}, 1},
+      {{"::ffff:10.56.0.11", "2001:db8::7"}, 1},
+      {{"::ffff:10.56.0.11", "fe80::2"}, 1},
+      {{"::ffff:10.56.0.11"}, 0}};
+  for (const auto& [addresses, index] : cases) {
+    port.attributes.gid_tbl_len = static_cast<int>(addresses.size());
+    port.gids.clear();
+    for (const std::string& address : addresses) port.gids.emplace_back(address, "RoCE v2");
+    const auto nic = machine.open("mlx5_0");
+    ASSERT_TRUE(nic.ok()) << nic.status().what();
+    EXPECT_EQ((*nic)->gid_index(), index) << addresses.front();
+  }
+}
+
+/// The next event that the device tells.
+ibv_event_type next_event = IBV_EVENT_PORT_ACTIVE;
+bool has_event = false;
+
+TEST_F(VerbsAddressing, TablesAreReadAgainAfterWhateverMayChangeThem) {
+  machine.api.get_async_event = [](ibv_context*, ibv_async_event* event) {
+    if (!std::exchange(has_event, false)) return -1;
+    event->event_type = next_event;
+    event->element.port_num = 1;
+    return 0;
+  };
+  machine.api.ack_async_event = [](ibv_async_event*) {};
+  testing::MadeUpPort& port = machine.add_infiniband("mlx5_0");
+  for (const ibv_event_type type : {IBV_EVENT_PKEY_CHANGE, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_SM_CHANGE,
+                                    IBV_EVENT_CLIENT_REREGISTER, IBV_EVENT_GID_CHANGE}) {
+    port.pkeys = {0xffff, 0x8001};
+    const auto nic = *machine.open("mlx5_0", {.pkey = 0x8001});
+    EXPECT_EQ(nic->pkey_index(), 1);
+    next_event = type;
+    has_event = true;
+    nic->take_events();
+    EXPECT_EQ(nic->losses(), 0U) << "nothing has moved";
+    port.pkeys = {0x8001, 0xffff};
+    has_event = true;
+    nic->take_events();
+    EXPECT_EQ(nic->pkey_index(), 0) << type;
+    EXPECT_EQ(nic->losses(), 1U) << "queue pairs name their partition by its old index";
+  }
+}
+
+TEST_F(VerbsAddressing, EachConnectionAsksForTheMtu) {
+  testing::MadeUpPort& port = machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const auto mtu_of = [&] {
+    const std::unique_ptr<Cq> cq = *Cq::create(nic, 16, false);
+    const std::unique_ptr<Qp> qp = *Qp::create(nic, *cq, 4, 1);
+    EXPECT_TRUE(qp->connect({.lid = 33, .mtu = IBV_MTU_4096, .reads_out = 1, .reads_in = 1}, {}).ok());
+    EXPECT_EQ(qp->address().mtu, machine.modified[machine.modified.size() - 2].path_mtu);
+    return qp->address().mtu;
+  };
+  EXPECT_EQ(mtu_of(), IBV_MTU_4096);
+  port.attributes.active_mtu = IBV_MTU_1024;  // ip link set mtu 1500, which no event tells
+  EXPECT_EQ(mtu_of(), IBV_MTU_1024);
+}
+
+TEST_F(VerbsAddressing, WhereLargePacketsWereLostTheNextAreSmall) {
+  machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const Gid peer = gid_of("fe80::9");
+  const auto mtu_of = [&](const Gid& owner) {
+    auto endpoint = *open_endpoint(nic, nullptr, {0, "here->there", 1, owner}, {}, {});
+    return Hello::parse(endpoint->hello())->reader.mtu;
+  };
+  EXPECT_EQ(mtu_of(peer), IBV_MTU_4096);
+  nic->note_large_lost(peer);
+  EXPECT_EQ(mtu_of(peer), kSmallMtu);
+  EXPECT_EQ(mtu_of(gid_of("fe80::8")), IBV_MTU_4096);
 }
 
 Status made_with(const RdmaOptions& rdma) {

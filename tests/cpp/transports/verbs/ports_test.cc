@@ -6,7 +6,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <deque>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <thread>
 
 #include "base/clock.h"
@@ -19,7 +23,11 @@ struct Device {
   std::atomic<bool> present{true}, fatal{false};
   std::atomic<int> num_contexts{0}, num_regions{0}, num_attempts{0};
   std::atomic<uint32_t> next_key{1};
+  std::set<std::string> refuses;  // devices that register nothing
 } device;
+
+std::map<const ibv_pd*, std::string> names;  // of devices by protection domain
+std::deque<ibv_pd> domains;
 
 const Api& made_up() {
   static const Api api = [] {
@@ -35,7 +43,11 @@ const Api& made_up() {
       delete cq;
       return 0;
     };
-    api.reg_mr_iova2 = [](ibv_pd*, void*, size_t, uint64_t, unsigned) {
+    api.reg_mr_iova2 = [](ibv_pd* pd, void*, size_t, uint64_t, unsigned) -> ibv_mr* {
+      if (pd && device.refuses.contains(names.at(pd))) {
+        errno = EOPNOTSUPP;
+        return nullptr;
+      }
       ++device.num_regions;
       auto* const mr = new ibv_mr{};
       mr->rkey = mr->lkey = device.next_key++;
@@ -60,8 +72,10 @@ const Api& made_up() {
 
 std::shared_ptr<Nic> open_nic(const NicPlace& place, const DeviceNode& node = {}) {
   ++device.num_contexts;
+  ibv_pd* const pd = &domains.emplace_back();
+  names[pd] = place.device;
   return std::make_shared<Nic>(made_up(), Owned<ibv_context>(new ibv_context{}, made_up().close_device),
-                               Owned<ibv_pd>(nullptr, made_up().dealloc_pd), place, Manner{}, node);
+                               Owned<ibv_pd>(pd, made_up().dealloc_pd), place, Manner{}, node);
 }
 
 class VerbsPorts : public ::testing::Test {
@@ -117,6 +131,34 @@ class VerbsPorts : public ::testing::Test {
   std::unique_ptr<Ports> ports;
   int64_t now = 1'000'000'000;
 };
+
+/// Makes two ports of which one does not register, as a NIC whose driver takes no dma-buf.
+std::unique_ptr<Ports> two_ports(bool named) {
+  NicPlace able{"able", 1, 100'000}, unable{"unable", 1, 100'000};
+  able.named = unable.named = named;
+  return *Ports::make({open_nic(unable), open_nic(able)}, [](const NicPlace&) {
+    return Result<std::shared_ptr<Nic>>(Status::Config("they stay"));
+  });
+}
+
+TEST(VerbsLeftOut, APortThatCannotRegisterThePoolLeavesTheOthers) {
+  std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);
+  const auto chosen = two_ports(false);
+  device.refuses = {"unable"};
+  ASSERT_TRUE(chosen->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead).ok());
+  EXPECT_EQ(chosen->size(), 1u);
+  EXPECT_EQ(chosen->address().nics[0].name, "able:1");
+  EXPECT_EQ(chosen->key(0, Access::kRead).rkeys.size(), 1u);
+  ASSERT_EQ(chosen->left_out().size(), 1u);
+  EXPECT_EQ(chosen->left_out()[0].name, "unable:1");
+  EXPECT_NE(chosen->left_out()[0].away.find("cannot register"), std::string::npos);
+  const auto named = two_ports(true);
+  EXPECT_EQ(named->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead).status().code(),
+            Code::kTransportUnavailable);
+  device.refuses = {"unable", "able"};
+  EXPECT_FALSE(two_ports(false)->register_everywhere({.base = base, .bytes = 64}, Rights::kLocal).ok());
+  device.refuses.clear();
+}
 
 TEST_F(VerbsPorts, ADeviceThatDiedIsClosedAndNothingOfItIsLeft) {
   device.present = false;
