@@ -182,7 +182,7 @@ class Engine {
   std::atomic<int64_t> watch_ended_until_ns_{0};
   std::atomic<uint64_t> fenced_soft_ends_{0};  // ends of soft leases after which guards were enforced
   std::atomic<bool> closing_{false};
-  std::atomic<bool> owner_asleep_{false};
+  SweeperSleep owner_sleep_;
   std::mutex wake_mutex_;  // guards wake_fd_
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;

@@ -88,6 +88,9 @@ class Atomic {
   mutable T value_;
 };
 
+inline void full_fence() {}
+inline void release_fence() {}
+
 class Thread {
  public:
   Thread() = default;
