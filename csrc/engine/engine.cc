@@ -10,6 +10,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/host_identity.h"
 #include "base/sys.h"
@@ -141,6 +142,7 @@ bool Engine::reads_without_export(const TransportState& state) const {
 }
 
 Status Engine::start() {
+  KVLINK_CHECK(!pool_.empty() && !started());
   Status status = register_all();
   if (status.ok()) status = open_descriptors();
   if (status.ok()) status = start_threads();
@@ -296,7 +298,10 @@ Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state,
 
 Status Engine::check_serving() const {
   if (!started()) return Status::Config("this worker has not started");
-  return closing_ ? Status::Config("this worker is closed") : Status{};
+  if (closing_) return Status::Config("this worker is closed");
+  if (!offers_no_more_) return {};
+  std::lock_guard lock(mutex_);
+  return {Code::kConfig, "this worker offers no more: " + why_no_more_, "Restart it, and report this text"};
 }
 
 Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,
@@ -312,6 +317,14 @@ Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64
   Status status = leases_->grant_at(lease, seats, ready, ttl_ns, now_ns());
   if (owner_sleep_.asleep()) wake_owner();
   return status;
+}
+
+/// The table of leases cannot be trusted any more: no read validates from now on, and nothing is granted.
+/// Pulls from other workers go on.
+void Engine::stop_offering(const char* why) {
+  leases_->void_all();
+  std::lock_guard lock(mutex_);
+  if (!offers_no_more_.exchange(true)) why_no_more_ = why;
 }
 
 void Engine::wake_owner() {
@@ -339,7 +352,11 @@ void Engine::serve() {
     const int64_t now = now_ns();
     if (now - swept < kSweepNs) continue;
     swept = now;
-    sweep();
+    try {
+      sweep();
+    } catch (const BrokenContract& broken) {
+      stop_offering(broken.what());
+    }
   }
 }
 

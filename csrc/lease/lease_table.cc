@@ -14,6 +14,8 @@
 #include <new>
 #include <string>
 
+#include "base/check.h"
+
 namespace kvlink {
 namespace {
 
@@ -68,6 +70,9 @@ LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, u
       records_(slots.size() / sizeof(LeaseSlot)),
       deadlines_(records_.size()),
       draw_(std::move(draw)) {
+  KVLINK_CHECK(records_.size() > 1 && slots.size() == slots_bytes(records_.size() - 1));
+  KVLINK_CHECK(words.size() == words_bytes(records_.size() - 1));
+  KVLINK_CHECK(reinterpret_cast<uintptr_t>(slots.data()) % alignof(LeaseSlot) == 0);
   new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
   for (size_t slot = 1; slot < records_.size(); ++slot) {
     new (&slots_[slot]) LeaseSlot{};
@@ -178,6 +183,8 @@ void LeaseTable::publish(const LeaseSeat& seat, const SlotRecord& record, int64_
   records_[seat.slot] = record;
   deadlines_.set(seat.slot, deadline_ns);
   LeaseSlot& shared = slots_[seat.slot];
+  KVLINK_CHECK(shared.nonce.load(std::memory_order_relaxed) <
+               kSmallestNonce);  // pair of end_seat(), end_soft()
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
 }
@@ -261,6 +268,13 @@ void LeaseTable::abort_all() {
   while (soft_.size() > 0) end_soft(soft_.oldest(), LeaseEnd::kAborted, uncounted);
 }
 
+void LeaseTable::void_all() {
+  std::lock_guard lock(mutex_);
+  for (size_t slot = 1; slot < records_.size(); ++slot)
+    slots_[slot].nonce.store(static_cast<uint64_t>(LeaseEnd::kAborted), std::memory_order_release);
+  full_fence();
+}
+
 /// Returns false if its readers had settled before.
 bool LeaseTable::abort(Lease& lease) {
   for (const Seat& seat : lease.seats) {
@@ -318,6 +332,10 @@ void LeaseTable::take_settled(uint32_t slot) {
 
 void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   if (!seat.open) return;
+  const uint64_t ends = slots_[seat.slot].nonce.load(std::memory_order_relaxed);  // pair of publish()
+  KVLINK_CHECK(lease.num_open > 0 && ends >= kSmallestNonce);
+  KVLINK_CHECK(records_[seat.slot].lease == lease.id &&
+               records_[seat.slot].tag == Announcement::tag_of(ends));
   seat.open = false;
   deadlines_.remove(seat.slot);
   ended_slots_.push_back(seat.slot);
@@ -373,6 +391,7 @@ void LeaseTable::report(int64_t now_ns, Swept& swept) {
   ended_slots_.clear();
   for (const uint64_t id : ended_leases_) {
     const auto found = leases_.find(id);
+    KVLINK_CHECK(found != leases_.end() && found->second.num_open == 0);  // it is reported once
     const LeaseEnd how = found->second.how;
     counts_.settled += how == LeaseEnd::kSettled;
     counts_.expired += how == LeaseEnd::kExpired;
@@ -472,6 +491,7 @@ bool LeaseTable::withdraw_soft(uint32_t slot, uint64_t nonce) {
 
 /// The slot is free at once: no reader stores to it, and nothing but the nonce names the lease.
 void LeaseTable::end_soft(uint32_t slot, LeaseEnd how, uint64_t& count) {
+  KVLINK_CHECK(soft_.has(slot) && slots_[slot].nonce.load(std::memory_order_relaxed) >= kSmallestNonce);
   slots_[slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // The owner's later writes into the blocks are ordered after the nonce's removal.
   full_fence();

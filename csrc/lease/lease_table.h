@@ -157,6 +157,8 @@ class LeaseTable {
   bool abort(uint64_t lease);
   /// Ends every lease because the owner is closing: reads from now on must not validate.
   void abort_all();
+  /// The same without a look at what it knows, which a BrokenContract has shown to be wrong.
+  void void_all();
   /// Stores `settled` for a reader whose data path is gone. Returns false if slot or value are wrong.
   bool settle(uint32_t slot, uint64_t settled);
   /// Ends seats that were settled or expired, and reports the leases all of whose seats have ended. On return

@@ -27,6 +27,7 @@ struct Link {
   uint32_t id = 0;  // 0: readers need not announce themselves
   std::vector<EndpointPlan> plans;
   std::vector<std::function<size_t()>> counters;  // of the endpoints' posts
+  std::vector<std::function<size_t()>> work;      // of the reads that they got
   std::shared_ptr<Connection> connection;
   std::shared_ptr<const Planner> planner;
   std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried

@@ -90,6 +90,7 @@ class World {
   void start_tree();
   Call* find_relay();
   Call* any_call();
+  void close_pull(Call& call);
   Call& add_call();
   std::vector<uint32_t> take_reader_blocks(Call& call, size_t num);
   bool draw_source(Source& source, const std::vector<Content>& contents, Call* relay);
@@ -129,6 +130,7 @@ class World {
   void check_under_way(Link& link);
   void check_end();
   void check_told(const Call& call);
+  void check_work(const Link& link);
   void on_landing(const std::byte* at);
 
   Random& random() { return scheduler_.random(); }
@@ -142,6 +144,7 @@ class World {
   std::vector<std::unique_ptr<Call>> calls_;
   std::array<Call*, kReaderBlocks> call_of_block_{};
   std::vector<std::pair<Peer*, LeaseSeat>> spare_;     // seats that nobody reads under
+  std::vector<Source> offered_;                        // further readers of offers that somebody reads
   std::vector<std::pair<Link*, LeaseSeat>> released_;  // of them, those that a connection took
   std::set<uint64_t> lost_;                            // of them, the words that it has given back
   std::shared_ptr<CompletionQueue> control_;
