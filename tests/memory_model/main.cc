@@ -201,13 +201,13 @@ int main() {
   const char* const only = std::getenv("KVLINK_MODEL_ONLY");
   const bool large = std::getenv("KVLINK_MODEL_LARGE") != nullptr;
   bool right = true;
-  if (!only) {
-    for (const Config& config : without_a_rule()) right &= explore(config, false);
-  }
   for (const Config& config : configs()) {
     if ((!only || std::string_view(config.name).find(only) != std::string_view::npos) &&
         (large || !config.large))
       right &= explore(config, true);
+  }
+  if (!only) {
+    for (const Config& config : without_a_rule()) right &= explore(config, false);
   }
   return right ? 0 : 1;
 }

@@ -112,9 +112,13 @@ void World::answer(Call& call, uint32_t attempt, int64_t until_ns) {
   Coverage::the().note(Kind::kConnected, static_cast<size_t>(pull.state()));
   const bool had_ended = pull.done();
   if (pull.connected(attempt, reads) && had_ended) fail("a pull that has ended starts");
-  if (chance(10) && pull.connected(attempt, reads)) fail("an answer counts twice");
+  const bool twice = chance(10);
+  if (twice) Coverage::the().note(Kind::kConnected, static_cast<size_t>(pull.state()));
+  if (twice && pull.connected(attempt, reads)) fail("an answer counts twice");
   if (attempt > 0 && chance(20) && pull.connected(attempt - 1, reads)) fail("an old answer counts");
-  if (chance(5)) pull.refused(attempt, Status::Config("too late"), false);
+  if (!chance(5)) return;
+  Coverage::the().note(Kind::kRefused, static_cast<size_t>(pull.state()));
+  pull.refused(attempt, Status::Config("too late"), false);
 }
 
 StartReads World::start_of(Call& call, Source& source, Link& link) {

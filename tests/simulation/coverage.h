@@ -17,13 +17,12 @@ enum class Kind : uint8_t {
   kTick,
   kWait,
   kAwait,
-  kPartEnds,
   kPartCut,
   kProves,
   kNumKinds,
 };  // clang-format off
 inline constexpr std::array kKindNames{"connected", "refused", "cancel", "request_cancel", "close", "tick", "wait",
-                                       "await", "a part ends", "a part is cut", "a relay proves"};
+                                       "await", "a part is cut", "a relay proves"};
 
 /// Events of a connection or an owner.
 enum class Event : uint8_t {

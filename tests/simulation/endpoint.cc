@@ -75,6 +75,7 @@ int64_t SimulatedEndpoint::due_ns(bool of_store) {
   int64_t due = now + random().between(plan_.delay_ns / 2, 2 * plan_.delay_ns);
   if (random().chance(5)) due += random().between(0, 10 * plan_.delay_ns);
   due = std::max(due, last_due_ns_ + 1);
+  if (plan_.breaks_order && !of_store) note(Event::kBrokenOrder);
   if ((plan_.ordered && !plan_.breaks_order) || of_store) last_due_ns_ = due;
   return due < plan_.silent_at_ns ? due : INT64_MAX;
 }

@@ -42,7 +42,7 @@ std::shared_ptr<ScratchPool> make_scratch() {
 
 namespace {
 
-/// Of three slots, for all lanes of a connection.
+/// Of three slots, for all lanes of a run.
 MemoryRange staging_memory() {
   static const auto memory = HostMemory::allocate(3 * uint64_t{SlotRing::kSlotBytes}, false);
   return (*memory)->range();
@@ -137,8 +137,12 @@ Link& World::make_link(Peer& peer) {
   if (peer.manner != Manner::kCopy && chance(20)) {
     policy = std::make_shared<StagingPolicy>(
         StagingCosts{{.start_us = 10, .op_ns = 5'000}, {.start_us = 20}, chance(50)}, 0);
-    buffer = std::make_shared<StagingBuffer>(staging_memory(),
-                                             make_copier([this](const std::byte* at) { on_landing(at); }));
+    if (!staging_) {
+      const auto landing = [this](const std::byte* at) { on_landing(at); };
+      staging_ = std::make_shared<StagingBuffer>(staging_memory(), make_copier(landing));
+    }
+    buffer = staging_;
+    link.staged = true;
   }
   if (other_process) note(Event::kRestarted);
   for (int64_t left = random().between(1, 3); left > 0; --left) {

@@ -32,6 +32,7 @@ struct Link {
   std::shared_ptr<const Planner> planner;
   std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried
   bool established = false, closed = false;
+  bool staged = false;     // a store waits behind the reads before it, and is lost if the connection breaks
   uint64_t num_quiet = 0;  // times that nothing was under way any more
 
   bool healthy() const;

@@ -141,7 +141,7 @@ int wait_ready(std::span<pollfd> fds, int64_t ns) {
       const Descriptor* const found = find(one.fd);
       if (!found) continue;
       watched.insert(watched.end(), {one.fd, found->other});
-      due = std::min(due, found->due_ns);
+      if (found->open && (one.events & POLLIN)) due = std::min(due, found->due_ns);
     }
     for (const int fd : watched) {
       if (Descriptor* const found = find(fd)) found->polling.push_back(scheduler.running());

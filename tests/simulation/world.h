@@ -14,6 +14,7 @@
 
 #include "engine/pull.h"
 #include "peers.h"
+#include "staging/staged_transport.h"
 
 namespace kvlink::simulation {
 
@@ -138,6 +139,7 @@ class World {
 
   Scheduler scheduler_;
   std::shared_ptr<ScratchPool> scratch_;
+  std::shared_ptr<StagingBuffer> staging_;  // of the connections that have one
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::vector<std::unique_ptr<Peer>> peers_;  // the first is this worker itself
   std::vector<Fiber*> helpers_;               // the control thread and its answers
