@@ -180,21 +180,21 @@ bool World::advance(size_t thread) {
 
 void World::call(Action action) {
   const uint8_t who = action.who;
-  const int64_t now = state_->now * kUnit;
+  const int64_t now = state_->now * kUnit, ttl = config_.ttl * kUnit;
   Lease& lease = state_->leases[who];
   switch (action.what) {
     case Do::kGrant: {
       const Request& request = config_.requests[who];
       const uint64_t ready = request.streams ? 0 : 1;
       if (request.soft) {
-        const int64_t ttl = request.expires ? kUnit : kNoExpiryNs;
-        const auto seat = table_.grant_soft(std::array<uint32_t, 1>{request.block}, ready, ttl, now);
+        const auto seat = table_.grant_soft(std::array<uint32_t, 1>{request.block}, ready,
+                                            request.expires ? ttl : kNoExpiryNs, now);
         if ((result_ = seat.ok())) seats_ = {*seat};
       } else if (request.late) {
         seats_ = {lease.seats[0]};
-        result_ = table_.grant_at(id_of(who), seats_, ready, kUnit, now).ok();
+        result_ = table_.grant_at(id_of(who), seats_, ready, ttl, now).ok();
       } else {
-        const auto seats = table_.grant(id_of(who), request.seats, ready, kUnit, now);
+        const auto seats = table_.grant(id_of(who), request.seats, ready, ttl, now);
         if ((result_ = seats.ok())) seats_ = *seats;
       }
       if (config_.sleeps && result_ && sleep_.asleep()) state_->woken = true;
@@ -204,7 +204,7 @@ void World::call(Action action) {
       result_ = table_.set_ready(id_of(who), 1);
       return;
     case Do::kExtend:
-      result_ = table_.extend(id_of(who), kUnit, now);
+      result_ = table_.extend(id_of(who), ttl, now);
       return;
     case Do::kRenew:
       result_ = table_.renew(lease.seats[0].slot, lease.seats[0].settle_nonce, now);
@@ -235,7 +235,7 @@ void World::finish(Action action) {
       if (!result_) return;
       std::copy(seats_.begin(), seats_.end(), lease.seats.begin());
       lease.granted = true;
-      lease.deadline = state_->aged + 1;
+      lease.deadline = state_->aged + config_.ttl;
       for (size_t reader = 0; reader < readers_of_.size(); ++reader) {  // the ticket
         if (readers_of_[reader].first == who && !config_.requests[who].late)
           state_->memory.hand(kScheduler, kFirstReader + reader);
@@ -244,7 +244,7 @@ void World::finish(Action action) {
     }
     case Do::kExtend:
     case Do::kRenew:
-      if (result_) lease.deadline = std::max(lease.deadline, state_->aged + 1);
+      if (result_) lease.deadline = std::max(lease.deadline, state_->aged + config_.ttl);
       return;
     case Do::kRevoke:
       for (size_t request = 0; request < config_.requests.size(); ++request) {
@@ -518,7 +518,7 @@ void World::check_all_end() {
       if (before.readers[who].settled && state.memory.latest(nonce_at(seat.slot)) == seat.nonce)
         violate("(d) a settle is lost");
     }
-    for (int64_t later = 1; later < 5; ++later) {
+    for (int64_t later = 1; later < 6; ++later) {
       table_.sweep((state.now + later) * kUnit, swept_ = {});
       report();
     }

@@ -32,7 +32,7 @@ struct Request {
 struct Config {
   const char* name = "";
   std::vector<Request> requests;
-  uint8_t num_slots = 1, last_time = 0;
+  uint8_t num_slots = 1, last_time = 0, ttl = 1;
   bool extends = false, renews = false, aborts = false, settles = false, announces = false;
   bool stands_still = false;  // the owner is stopped for longer than leases age
   bool sleeps = false;        // the thread that sweeps sleeps while there is no lease

@@ -640,8 +640,11 @@ ORDERS = [
     cut(
         "end of a lease", "no fence behind the tombstone", _HARD_FENCE, "  hear_reader(seat.slot);\n", LEASES
     ),
-    cut(
-        "end of a soft lease", "no fence behind the tombstone", _SOFT_FENCE, "  num_expiring_soft_ -=", LEASES
+    Change(
+        "end of a soft lease",
+        "no fence behind the tombstone, and none in revoke()",
+        [(_SOFT_FENCE, "  num_expiring_soft_ -="), ("  release_fence();", "  //")],
+        LEASES,
     ),
     cut("revoke", "no fence for leases that another thread has ended", "  release_fence();", "  //", LEASES),
     cut(
@@ -801,7 +804,7 @@ def first_failure(binary: Path, seconds: float, environment: dict[str, str]) -> 
         return FOUND_NOTHING
     for line in (ran.stdout + ran.stderr).splitlines():
         if match := re.search(r"FAILED  \] (\S+?)(,| \(|$)", line) or re.match(
-            r"(seed .*|  \([a-h]\) [^:]*)", line
+            r"(seed .*|  \([a-i]\) [^:]*)", line
         ):
             return match[1].strip()
     return f"ends by signal {-ran.returncode}" if ran.returncode < 0 else "fails"
@@ -839,7 +842,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     changes = [
         change
-        for change in ORDERS if options.model else [*CHANGES, *PLANTED, *ORDERS]
+        for change in (ORDERS if options.model else [*CHANGES, *PLANTED, *ORDERS])
         if not options.names or any(name in f"{change.edge}: {change.what}" for name in options.names)
     ]
     survived = 0
