@@ -126,6 +126,7 @@ test-cpp: build ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of
 	$(call cpp-build,cpp,-D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
 	$(call cpp-tests,cpp,)
 	build/cpp/kvlink_simulation
+	build/cpp/kvlink_memory_model
 
 .PHONY: build-sanitizers
 build-sanitizers: $(VENV)/.made

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "base/check.h"
+
 namespace kvlink {
 namespace {
 
@@ -32,6 +34,7 @@ GatherBy CudaGather::by(uint64_t piece_bytes) const {
 }
 
 Status CudaGather::start(const CudaTables::Table& table, const GatherList& list, cuda::Stream stream) const {
+  KVLINK_CHECK(list.num_pieces > 0);
   const GatherBy way = by(list.bytes / list.num_pieces);
   const bool one_call = list.num_copies() == 1 && way == GatherBy::kBatch;
   return start_by(one_call ? GatherBy::kCopies : way, table, list, stream);

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/check.h"
 #include "base/completion_queue.h"
 #include "base/process_mark.h"
 #include "device/cuda_placement.h"
@@ -97,7 +98,10 @@ class Engine {
   const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
   /// REQUIRES started().
-  LeaseTable& leases() { return *leases_; }
+  LeaseTable& leases() {
+    KVLINK_CHECK(started());
+    return *leases_;
+  }
   /// Grants through the engine, so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
@@ -160,6 +164,7 @@ class Engine {
   void refresh(TransportState& state) const;
   Status check_serving();
   Status check_placement();
+  void stop_offering(const char* why);
   Status absent(const std::string& transport) const;
   Status allocate_own();
   Status register_all();
@@ -191,7 +196,8 @@ class Engine {
   std::atomic<int64_t> watch_ended_until_ns_{0};
   std::atomic<uint64_t> fenced_soft_ends_{0};  // ends of soft leases after which guards were enforced
   std::atomic<bool> closing_{false};
-  std::atomic<bool> owner_asleep_{false};
+  std::atomic<bool> offers_no_more_{false};
+  SweeperSleep owner_sleep_;
   std::mutex wake_mutex_;  // guards wake_fd_
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
@@ -201,6 +207,7 @@ class Engine {
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
   Watchers ended_watchers_, port_watchers_;
+  std::string why_no_more_;
   bool closed_ = false;
 };
 

@@ -134,6 +134,9 @@ class Lane {
 
   void wake_driver();  // if work is left
   Driven drive_locked(int64_t now, bool send_settles);
+  Driven drive_round(int64_t now, bool send_settles);
+  template <typename Work>
+  void guarded(int64_t now, Work work);
   void take_inbox();
   void drop_stopped(int64_t now);
   void cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now);

@@ -12,6 +12,9 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <string>
+
+#include "base/check.h"
 
 namespace kvlink {
 namespace {
@@ -67,6 +70,9 @@ LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, u
       records_(slots.size() / sizeof(LeaseSlot)),
       deadlines_(records_.size()),
       draw_(std::move(draw)) {
+  KVLINK_CHECK(records_.size() > 1 && slots.size() == slots_bytes(records_.size() - 1));
+  KVLINK_CHECK(words.size() == words_bytes(records_.size() - 1));
+  KVLINK_CHECK(reinterpret_cast<uintptr_t>(slots.data()) % alignof(LeaseSlot) == 0);
   new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
   for (size_t slot = 1; slot < records_.size(); ++slot) {
     new (&slots_[slot]) LeaseSlot{};
@@ -177,6 +183,8 @@ void LeaseTable::publish(const LeaseSeat& seat, const SlotRecord& record, int64_
   records_[seat.slot] = record;
   deadlines_.set(seat.slot, deadline_ns);
   LeaseSlot& shared = slots_[seat.slot];
+  KVLINK_CHECK(shared.nonce.load(std::memory_order_relaxed) <
+               kSmallestNonce);  // pair of end_seat(), end_soft()
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
 }
@@ -260,6 +268,13 @@ void LeaseTable::abort_all() {
   while (soft_.size() > 0) end_soft(soft_.oldest(), LeaseEnd::kAborted, uncounted);
 }
 
+void LeaseTable::void_all() {
+  std::lock_guard lock(mutex_);
+  for (size_t slot = 1; slot < records_.size(); ++slot)
+    slots_[slot].nonce.store(static_cast<uint64_t>(LeaseEnd::kAborted), std::memory_order_release);
+  full_fence();
+}
+
 /// Returns false if its readers had settled before.
 bool LeaseTable::abort(Lease& lease) {
   for (const Seat& seat : lease.seats) {
@@ -317,13 +332,17 @@ void LeaseTable::take_settled(uint32_t slot) {
 
 void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   if (!seat.open) return;
+  const uint64_t ends = slots_[seat.slot].nonce.load(std::memory_order_relaxed);  // pair of publish()
+  KVLINK_CHECK(lease.num_open > 0 && ends >= kSmallestNonce);
+  KVLINK_CHECK(records_[seat.slot].lease == lease.id &&
+               records_[seat.slot].tag == Announcement::tag_of(ends));
   seat.open = false;
   deadlines_.remove(seat.slot);
   ended_slots_.push_back(seat.slot);
   if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
   slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // The owner's later writes into the blocks are ordered after the nonce's removal.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  full_fence();
   hear_reader(seat.slot);
   if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // a reader that settled reads no more
 }
@@ -372,6 +391,7 @@ void LeaseTable::report(int64_t now_ns, Swept& swept) {
   ended_slots_.clear();
   for (const uint64_t id : ended_leases_) {
     const auto found = leases_.find(id);
+    KVLINK_CHECK(found != leases_.end() && found->second.num_open == 0);  // it is reported once
     const LeaseEnd how = found->second.how;
     counts_.settled += how == LeaseEnd::kSettled;
     counts_.expired += how == LeaseEnd::kExpired;
@@ -389,6 +409,105 @@ LeaseCounts LeaseTable::counts(int64_t now_ns) const {
   counts.active = leases_.size();
   for (const auto& [id, lease] : leases_)
     counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
+  return counts;
+}
+
+// Soft leases, which end before their blocks get new content.
+
+/// Ends soft leases, the oldest first, until so many slots are free. Returns false, and ends none, if they
+/// have too few.
+bool LeaseTable::make_room(uint32_t num_slots) {
+  if (num_slots > free_.size() + soft_.size()) return false;
+  while (free_.size() < num_slots) end_soft(soft_.oldest(), LeaseEnd::kEvicted, soft_counts_.displaced);
+  return true;
+}
+
+Result<LeaseSeat> LeaseTable::grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns,
+                                         int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (Status status = check_soft(blocks); !status.ok()) return status;
+  if (Status status = draw_nonces(1); !status.ok()) return status;
+  if (!make_room(1)) {
+    return Status(Code::kConfig,
+                  "the lease table is full of leases that pin blocks: " + std::to_string(leases_.size()),
+                  "Offer again once some have ended, or raise KVLINK_LEASE_SLOTS");
+  }
+  const LeaseSeat seat{free_.pop(), take_nonce(), kSharedSeat};
+  open_soft(seat, blocks, ready, ttl_ns, now_ns);
+  return seat;
+}
+
+Status LeaseTable::grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                                 int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (Status status = check_soft(blocks); !status.ok()) return status;
+  if ((!free_.contains(seat.slot) && !soft_.has(seat.slot)) || seat.nonce < kSmallestNonce ||
+      !seat.is_shared()) {
+    return Status::Config("lease slot " + std::to_string(seat.slot) +
+                          " is taken or does not exist, or it is no shared seat with a random nonce");
+  }
+  if (soft_.has(seat.slot)) end_soft(seat.slot, LeaseEnd::kEvicted, soft_counts_.displaced);
+  free_.remove(seat.slot);
+  open_soft(seat, blocks, ready, ttl_ns, now_ns);
+  return {};
+}
+
+Status LeaseTable::check_soft(std::span<const uint32_t> blocks) {
+  if (blocks.empty() || blocks.size() > SoftLeases::kMaxEntries) {
+    return Status::Config("a soft lease covers 1 to " + std::to_string(SoftLeases::kMaxEntries) + " blocks");
+  }
+  return {};
+}
+
+void LeaseTable::open_soft(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                           int64_t ttl_ns, int64_t now_ns) {
+  while (!soft_.has_room_for(blocks.size()))
+    end_soft(soft_.oldest(), LeaseEnd::kEvicted, soft_counts_.displaced);
+  const int64_t now = aged(now_ns);
+  const bool expires = ttl_ns < kNoExpiryNs - now;
+  soft_.add(seat.slot, blocks);
+  num_expiring_soft_ += expires;
+  publish(seat, {}, expires ? now + ttl_ns : SeatDeadlines::kNever, ready);
+  count_active();
+  ++soft_counts_.granted;
+}
+
+Revoked LeaseTable::revoke(std::span<const uint32_t> blocks) {
+  std::lock_guard lock(mutex_);
+  const uint64_t before = num_soft_ended_;
+  soft_.end_covering(blocks,
+                     [this](uint32_t slot) { end_soft(slot, LeaseEnd::kEvicted, soft_counts_.evicted); });
+  release_fence();  // for leases that another thread has ended: this one has seen their tombstones
+  return {static_cast<uint32_t>(num_soft_ended_ - before), num_soft_ended_};
+}
+
+bool LeaseTable::withdraw_soft(uint32_t slot, uint64_t nonce) {
+  std::lock_guard lock(mutex_);
+  if (!soft_.has(slot) || !holds(slot, nonce)) return false;
+  uint64_t uncounted = 0;
+  end_soft(slot, LeaseEnd::kAborted, uncounted);
+  return true;
+}
+
+/// The slot is free at once: no reader stores to it, and nothing but the nonce names the lease.
+void LeaseTable::end_soft(uint32_t slot, LeaseEnd how, uint64_t& count) {
+  KVLINK_CHECK(soft_.has(slot) && slots_[slot].nonce.load(std::memory_order_relaxed) >= kSmallestNonce);
+  slots_[slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
+  // The owner's later writes into the blocks are ordered after the nonce's removal.
+  full_fence();
+  num_expiring_soft_ -= deadlines_.at(slot) != SeatDeadlines::kNever;
+  deadlines_.remove(slot);
+  soft_.end(slot);
+  free_.push(slot);
+  ++num_soft_ended_;
+  ++count;
+  count_active();
+}
+
+SoftLeaseCounts LeaseTable::soft_counts() const {
+  std::lock_guard lock(mutex_);
+  SoftLeaseCounts counts = soft_counts_;
+  counts.active = soft_.size();
   return counts;
 }
 

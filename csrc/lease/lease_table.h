@@ -70,6 +70,28 @@ inline constexpr int64_t kNoExpiryNs = SeatDeadlines::kNever;
 /// keeps none for ever.
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
+/// The sleep of the thread that sweeps. It stores that it sleeps, and looks for leases; who grants one stores
+/// their number, and looks whether it sleeps. All four are sequentially consistent: with less, both may look
+/// before the other's store is visible, and the lease is never swept.
+class SweeperSleep {
+ public:
+  /// Returns whether there is no work. awake() ends the sleep.
+  template <typename HasWork>
+  bool may_sleep(HasWork has_work) {
+    asleep_.store(true);
+    const bool works = has_work();
+    if (works) asleep_.store(false);
+    return !works;
+  }
+  void awake() { asleep_.store(false); }
+  /// Whoever has made work wakes the thread then.
+  bool asleep() const { return asleep_.load(); }
+  const void* flag() const { return &asleep_; }
+
+ private:
+  Atomic<bool> asleep_{false};
+};
+
 /// Fills the words with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);
@@ -135,6 +157,8 @@ class LeaseTable {
   bool abort(uint64_t lease);
   /// Ends every lease because the owner is closing: reads from now on must not validate.
   void abort_all();
+  /// The same without a look at what it knows, which a BrokenContract has shown to be wrong.
+  void void_all();
   /// Stores `settled` for a reader whose data path is gone. Returns false if slot or value are wrong.
   bool settle(uint32_t slot, uint64_t settled);
   /// Ends seats that were settled or expired, and reports the leases all of whose seats have ended. On return

@@ -8,6 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "base/check.h"
+
 namespace kvlink {
 
 /// The deadline of each slot's seat while it is open. To find those that have passed costs one comparison per
@@ -21,7 +23,10 @@ class SeatDeadlines {
       : by_slot_(num_slots, kNone), earliest_((num_slots + kGroup - 1) / kGroup, kNone) {}
 
   bool has(uint32_t slot) const { return by_slot_[slot] != kNone; }
-  int64_t at(uint32_t slot) const { return by_slot_[slot]; }  // REQUIRES has(slot)
+  int64_t at(uint32_t slot) const {
+    KVLINK_CHECK(has(slot));
+    return by_slot_[slot];
+  }
   void set(uint32_t slot, int64_t deadline_ns) {
     by_slot_[slot] = deadline_ns;
     int64_t& earliest = earliest_[slot / kGroup];

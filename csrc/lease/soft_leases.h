@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
+
 namespace kvlink {
 
 /// An index by slot, block and age. The lease table guards it, and stores the words of the slots.
@@ -39,7 +41,10 @@ class SoftLeases {
 
   bool has(uint32_t slot) const { return slot < by_slot_.size() && by_slot_[slot] != 0; }
   /// Returns the slot of the oldest lease. REQUIRES size() > 0.
-  uint32_t oldest() const { return leases_[leases_[0].newer].slot; }
+  uint32_t oldest() const {
+    KVLINK_CHECK(size_ > 0);
+    return leases_[leases_[0].newer].slot;
+  }
   uint32_t size() const { return size_; }
   /// Returns whether a lease over this many more blocks has room beside those that have not ended.
   bool has_room_for(size_t num_blocks) const { return num_live_entries_ + num_blocks <= kMaxEntries; }

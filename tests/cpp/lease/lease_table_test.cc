@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <random>
 #include <vector>
 
 #include "cpp/lease/lease_tables.h"
@@ -347,6 +348,38 @@ TEST(LargeLeaseTable, ASweepSeesTheWordsOfEverySlot) {
       EXPECT_EQ(words[seat.slot].reader, 0) << "slot " << seat.slot;
       EXPECT_EQ(words[seat.slot].settled, 0) << "slot " << seat.slot;
     }
+  }
+}
+
+/// The model explores two seats. More are alike: no seat's number decides anything but which ones a settle of
+/// fewer readers ends.
+TEST(LeaseOfManyReaders, EachSeatIsMovedAndEndsByItself) {
+  constexpr auto kSeats = static_cast<uint32_t>(kMaxSeats);
+  alignas(64) static std::array<LeaseSlot, kSeats + 1> memory{};
+  alignas(64) static std::array<PeerWords, kSeats + 1> words{};
+  LeaseTable table{std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7};
+  const auto sweep = [&table](int64_t now) {
+    Swept swept;
+    table.sweep(now, swept);
+    return swept.ended;
+  };
+  const auto standing = [&](const std::vector<LeaseSeat>& seats) {
+    return std::count_if(seats.begin(), seats.end(),
+                         [&](const LeaseSeat& seat) { return table.holds(seat.slot, seat.nonce); });
+  };
+  std::vector<LeaseSeat> seats = *table.grant(1, kSeats, 0, kTtl, 0);
+  ASSERT_TRUE(table.extend(1, kTtl, kTtl / 2));
+  EXPECT_TRUE(sweep(kTtl).empty());
+  EXPECT_EQ(standing(seats), kSeats);
+  ASSERT_TRUE(table.renew(seats.back().slot, seats.back().settle_nonce, kTtl));
+  EXPECT_TRUE(sweep(kTtl + kTtl / 2).empty());
+  EXPECT_EQ(standing(seats), kSeats) << "a renewal by one reader moves every seat";
+  std::shuffle(seats.begin(), seats.end(), std::mt19937(1));
+  for (size_t index = 0; index < seats.size(); ++index) {
+    words[seats[index].slot].settled = seats[index].settle_nonce;
+    const bool last = index + 1 == seats.size();
+    EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), size_t{last}) << index;
+    EXPECT_EQ(standing(seats), static_cast<int64_t>(seats.size() - 1 - index));
   }
 }
 

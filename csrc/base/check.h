@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of what the code takes for granted. A broken one ends the call by an exception, and leaves the
+// process to the caller: a lane breaks, a worker stops offering, Python gets a RuntimeError.
+#pragma once
+
+#include <stdexcept>
+
+namespace kvlink {
+
+/// A caller or this library broke a contract. Its text names the condition and the function.
+class BrokenContract : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+[[noreturn]] void broken_contract(const char* condition, const char* function);
+
+}  // namespace kvlink
+
+/// For conditions that cost less than what follows them.
+#define KVLINK_CHECK(condition) \
+  (__builtin_expect(!(condition), 0) ? ::kvlink::broken_contract(#condition, __func__) : void())
+/// For others: in builds with assertions, under sanitizers, and in the simulation.
+#if !defined(NDEBUG) || defined(KVLINK_SIMULATED_SYNC)
+#define KVLINK_DCHECK(condition) KVLINK_CHECK(condition)
+#else
+#define KVLINK_DCHECK(condition) static_cast<void>(sizeof(!(condition)))
+#endif
