@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
+
+PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--each-kind]
+
+Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
+from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
+module is below its bar, a planted bug is not found, or a mutant of a change survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mutation import cpp_mutants, cpp_tests, python_mutants, python_tests
+from mutation.known import EQUIVALENT, PLANTED
+from mutation.modules import MODULES, ROOT, files_of
+from mutation.mutants import KILLED, Mutant, Outcome, interval, sample
+
+FOLDER = ROOT / "build" / "mutation"
+_SPARE = 1.4
+"""So many times the sample is compiled, because some mutants of C++ do not."""
+
+
+class Tried(NamedTuple):
+    """A mutant with its outcomes by kind of test."""
+
+    mutant: Mutant
+    outcomes: dict[str, Outcome]
+
+    @property
+    def asserted(self) -> bool:
+        """Says whether a test failed, rather than that its process died."""
+        return any(outcome.status == "killed" for outcome in self.outcomes.values())
+
+    def status(self, module: str) -> str:
+        """Returns killed, timeout, equivalent or survived."""
+        found = {outcome.status for outcome in self.outcomes.values()}
+        if found & KILLED or self.mutant.name not in EQUIVALENT.get(module, {}):
+            return "killed" if found & KILLED else "timeout" if "timeout" in found else "survived"
+        return "equivalent"
+
+
+def _sites(files: Iterable[str]) -> dict[str, python_mutants.Site | cpp_mutants.Site]:
+    found: dict[str, python_mutants.Site | cpp_mutants.Site] = {}
+    for file in files:
+        source = (ROOT / file).read_text()
+        if file.endswith(".py"):
+            found |= {site.mutant.name: site for site in python_mutants.sites_of(ast.parse(source), file)}
+        else:
+            found |= {each.mutant.name: each for each in cpp_mutants.sites_of(source, file)}
+    return found
+
+
+def _try_cpp(name: str, chosen: Sequence[cpp_mutants.Site], size: int, each_kind: bool) -> list[Tried]:
+    build = cpp_tests.Build(FOLDER)
+    planted = [
+        cpp_mutants.planted((ROOT / each.file).read_text(), each.file, each.name, each.old, each.new)
+        for each in PLANTED if each.module == name
+    ]  # fmt: skip
+    compiled = build.make([*planted, *chosen])
+    print(f"{name}: {len(compiled)} of {len(planted) + len(chosen)} mutants compile", flush=True)
+    tests = build.record(MODULES[name].suites)
+    tried = []
+    for number, site in list(compiled.items())[: len(planted) + size]:
+        outcomes: dict[str, Outcome] = {}
+        for kind in ("unit", "model", "simulation"):
+            if each_kind or not any(each.status in KILLED for each in outcomes.values()):
+                outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
+        tried.append(Tried(site.mutant, outcomes))
+        _say(tried[-1])
+    return tried
+
+
+def _try_python(name: str, chosen: Sequence[python_mutants.Site], each_kind: bool) -> list[Tried]:
+    tried = {site.mutant.name: Tried(site.mutant, {}) for site in chosen}
+    for kind, tests in MODULES[name].tests.items():
+        paths = sorted(str(path.relative_to(ROOT)) for test in tests for path in ROOT.glob(test))
+        left = [
+            site for site in chosen if each_kind or not
+            any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values())
+        ]  # fmt: skip
+        if left:
+            outcomes = python_tests.try_all([(site.mutant, site.at_import) for site in left], paths, FOLDER)
+            for mutant, outcome in outcomes.items():
+                tried[mutant].outcomes[kind] = outcome
+    for each in (each for each in PLANTED if each.module == name):
+        mutant = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
+        outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, FOLDER)
+        tried[each.name] = Tried(mutant, {"unit": outcome})
+    for one in tried.values():
+        _say(one)
+    return list(tried.values())
+
+
+def _say(tried: Tried) -> None:
+    told = ", ".join(f"{kind} {end.status} {end.test}".strip() for kind, end in tried.outcomes.items())
+    print(f"  {tried.mutant.name} (line {tried.mutant.line}): {told}", flush=True)
+
+
+def _try(
+    name: str, files: Sequence[str], lines: dict[str, set[int]] | None, given: argparse.Namespace
+) -> list[Tried]:
+    sites = _sites(files)
+    mutants = [
+        each.mutant for each in sites.values() if lines is None or each.mutant.line in lines[each.mutant.file]
+    ]
+    is_cpp = bool(MODULES[name].suites)
+    chosen = [
+        sites[each.name]
+        for each in sample(mutants, int(given.sample * (_SPARE if is_cpp else 1)), given.seed)
+    ]
+    print(f"{name}: {len(chosen)} of {len(mutants)} mutants", flush=True)
+    if is_cpp:
+        return _try_cpp(name, chosen, given.sample, given.each_kind)  # type: ignore[arg-type]
+    return _try_python(name, chosen, given.each_kind)  # type: ignore[arg-type]
+
+
+def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:
+    generated = [each for each in tried if each.mutant.operator != "planted"]
+    planted = [each for each in tried if each.mutant.operator == "planted"]
+    counts = Counter(each.status(name) for each in generated)
+    of = counts["killed"] + counts["survived"]
+    low, high = interval(counts["killed"], of)
+    kinds: dict[str, list[int]] = {}
+    for each in generated:
+        for kind, outcome in each.outcomes.items():
+            killed, total = kinds.get(kind, (0, 0))
+            kinds[kind] = [killed + (outcome.status in KILLED), total + 1]
+    return {
+        "module": name, "score": round(100 * counts["killed"] / max(of, 1)), "interval": [round(low), round(high)],
+        **{status: counts[status] for status in ("killed", "survived", "timeout", "equivalent")}, "kinds": kinds,
+        "crashed": sum(each.status(name) == "killed" and not each.asserted for each in generated),
+        "planted": [sum(each.status(name) == "killed" for each in planted), len(planted)],
+        "seed": seed, "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "ended": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }  # fmt: skip
+
+
+def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[str]:
+    """Returns what is wrong with the score of a module."""
+    wrong = [
+        f"not found: {each.mutant.scope}"
+        for each in tried
+        if each.mutant.operator == "planted" and each.status(name) != "killed"
+    ]
+    known = EQUIVALENT.get(name, {})
+    wrong += [
+        f"killed, though listed as equivalent: {each.mutant.name}"
+        for each in tried
+        if each.mutant.name in known and each.status(name) == "killed"
+    ]
+    if score["equivalent"] * 20 > len(tried):  # type: ignore[operator]
+        wrong.append(f"{score['equivalent']} equivalent mutants are more than 5 %")
+    if score["score"] < MODULES[name].bar:  # type: ignore[operator]
+        wrong.append(f"{score['score']} % is below {MODULES[name].bar} %")
+    return wrong
+
+
+def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
+    (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
+    rows = [
+        f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
+        for t in tried
+        if t.status(name) != "killed"
+    ]
+    (FOLDER / f"{name}.txt").write_text("\n".join(rows) + "\n")
+
+
+def _changed_lines(base: str) -> dict[str, set[int]]:
+    """The lines that differ from a commit, by file."""
+    found: dict[str, set[int]] = {}
+    file = ""
+    for line in _git("diff", "-U0", base).splitlines():
+        if line.startswith("+++ "):
+            file = line[6:]
+        elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(match[1]), int(match[2] or 1)
+            found.setdefault(file, set()).update(range(first, first + count))
+    return found
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(
+        ["git", *command], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _base() -> str:
+    bases = _git("branch", "--all", "--list", "origin/main", "--format=%(refname)").splitlines()
+    return _git("merge-base", "HEAD", bases[0]) if bases else "HEAD~1"
+
+
+def _try_change(given: argparse.Namespace) -> int:
+    lines = _changed_lines(given.base or _base())
+    survivors: list[str] = []
+    for name in MODULES:
+        files = [file for file in files_of(name) if file in lines]
+        if files:
+            survivors += [
+                f"line {t.mutant.line}: {t.mutant.name}"
+                for t in _try(name, files, lines, given)
+                if t.status(name) == "survived"
+            ]
+    print(
+        "\n".join(["these mutants of the change survive:", *survivors])
+        if survivors
+        else "no mutant of the change survives"
+    )
+    return len(survivors) > 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
+    parser.add_argument(
+        "modules", nargs="*", choices=[*MODULES, "all", []], help="by default the lines of a change"
+    )
+    parser.add_argument(
+        "--base", help="what the change is compared with; by default the branch it will land on"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--each-kind", action="store_true", help="goes on with the other kinds of test after a kill"
+    )
+    given = parser.parse_args(arguments)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    given.sample = given.sample or (100 if given.modules else 15)
+    if not given.modules:
+        return _try_change(given)
+    wrong: list[str] = []
+    for name in MODULES if "all" in given.modules else given.modules:
+        tried = _try(name, files_of(name), None, given)
+        score = _score(name, tried, given.seed)
+        _write(name, tried, score)
+        print(json.dumps(score), flush=True)
+        wrong += [f"{name}: {each}" for each in _judge(name, tried, score)]
+    print("\n".join(wrong) or "all modules are above their bars")
+    return len(wrong) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules that have a score, and the gate's tests for each, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Module(NamedTuple):
+    """Sources, without those of an earlier module, and where their tests are."""
+
+    sources: tuple[str, ...]
+    bar: int
+    """The score in percent below which a run of the module fails."""
+    suites: str = ""
+    """A filter of GoogleTest, for C++. Of the tests that it lets through those run that reach the mutant."""
+    tests: Mapping[str, tuple[str, ...]] = {}
+    """Paths by kind, the fastest kind first, for Python."""
+
+    def files(self) -> list[str]:
+        """The source files of the module that exist now."""
+        found = [path for source in self.sources for path in ROOT.glob(source)]
+        return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix in (".py", ".cc", ".h"))
+
+
+_SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
+_STORE_TESTS = {"unit": ("tests/coordinator", "tests/control/store"), "simulation": _SIMULATION}
+_CONTROL_TESTS = {"unit": ("tests/control",), "simulation": _SIMULATION}
+
+MODULES = {
+    "lease": Module(("csrc/lease/*",), 90, "*Lease*:*Seat*:*Soft*:Engine*:Transfer*:Pull*"),
+    "plan": Module(("csrc/plan/*",), 90, "*Plan*:*Group*:*Span*:*Layout*:Transfer*"),
+    "engine": Module(("csrc/engine/*",), 90, "*"),
+    "staging": Module(("csrc/staging/*",), 80, "*"),
+    "stores": Module(("kvlink/coordinator/store/**/*.py",), 90, tests=_STORE_TESTS),
+    "session": Module(("kvlink/control/session.py", "kvlink/control/beats.py"), 90, tests=_CONTROL_TESTS),
+    "coordinator": Module(
+        ("kvlink/coordinator/*.py",), 80,
+        tests={"unit": ("tests/coordinator", "tests/control"), "simulation": _SIMULATION},
+    ),
+    "control": Module(("kvlink/control/**/*.py",), 80, tests=_CONTROL_TESTS),
+    "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": ("tests/worker", "tests/cli")}),
+    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": ("tests/transfer", "tests/worker")}),
+    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": ("tests/integrations/test_vllm*.py",)}),
+}  # fmt: skip
+
+
+def files_of(name: str) -> list[str]:
+    """The files of a module that no earlier one has."""
+    taken: set[str] = set()
+    for other, module in MODULES.items():
+        files = [file for file in module.files() if file not in taken]
+        if other == name:
+            return files
+        taken.update(files)
+    raise KeyError(name)
