@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from mutation import cpp_mutants, cpp_tests, python_mutants, python_tests
 from mutation.known import EQUIVALENT, PLANTED
@@ -61,23 +61,30 @@ def _sites(files: Iterable[str]) -> dict[str, python_mutants.Site | cpp_mutants.
     return found
 
 
-def _try_cpp(name: str, chosen: Sequence[cpp_mutants.Site], size: int, each_kind: bool) -> list[Tried]:
-    build = cpp_tests.Build(FOLDER)
-    planted = [
-        cpp_mutants.planted((ROOT / each.file).read_text(), each.file, each.name, each.old, each.new)
-        for each in PLANTED if each.module == name
-    ]  # fmt: skip
-    compiled = build.make([*planted, *chosen])
-    print(f"{name}: {len(compiled)} of {len(planted) + len(chosen)} mutants compile", flush=True)
-    tests = build.record(MODULES[name].suites)
-    tried = []
-    for number, site in list(compiled.items())[: len(planted) + size]:
-        outcomes: dict[str, Outcome] = {}
-        for kind in ("unit", "model", "simulation"):
-            if each_kind or not any(each.status in KILLED for each in outcomes.values()):
-                outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
-        tried.append(Tried(site.mutant, outcomes))
-        _say(tried[-1])
+def _try_cpp(chosen: dict[str, list[Any]], size: int, each_kind: bool) -> dict[str, list[Tried]]:
+    """Tries the mutants of some modules in one build."""
+    build = cpp_tests.Build(FOLDER, {folder for name in chosen for folder in MODULES[name].folders})
+    planted = {
+        name: [
+            cpp_mutants.planted((ROOT / each.file).read_text(), each.file, each.name, each.old, each.new)
+            for each in PLANTED if each.module == name
+        ] for name in chosen
+    }  # fmt: skip
+    compiled = build.make([site for name in chosen for site in (*planted[name], *chosen[name])])
+    print(f"{len(compiled)} mutants compile", flush=True)
+    tests = build.record()
+    tried: dict[str, list[Tried]] = {}
+    for name in chosen:
+        mine = {site.mutant for site in (*planted[name], *chosen[name])}
+        of_module = [(number, site) for number, site in compiled.items() if site.mutant in mine]
+        tried[name] = []
+        for number, site in of_module[: len(planted[name]) + size]:
+            outcomes: dict[str, Outcome] = {}
+            for kind in ("unit", "model", "simulation"):
+                if each_kind or not any(each.status in KILLED for each in outcomes.values()):
+                    outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
+            tried[name].append(Tried(site.mutant, outcomes))
+            _say(tried[name][-1])
     return tried
 
 
@@ -108,21 +115,23 @@ def _say(tried: Tried) -> None:
 
 
 def _try(
-    name: str, files: Sequence[str], lines: dict[str, set[int]] | None, given: argparse.Namespace
-) -> list[Tried]:
-    sites = _sites(files)
-    mutants = [
-        each.mutant for each in sites.values() if lines is None or each.mutant.line in lines[each.mutant.file]
-    ]
-    is_cpp = bool(MODULES[name].suites)
-    chosen = [
-        sites[each.name]
-        for each in sample(mutants, int(given.sample * (_SPARE if is_cpp else 1)), given.seed)
-    ]
-    print(f"{name}: {len(chosen)} of {len(mutants)} mutants", flush=True)
-    if is_cpp:
-        return _try_cpp(name, chosen, given.sample, given.each_kind)  # type: ignore[arg-type]
-    return _try_python(name, chosen, given.each_kind)  # type: ignore[arg-type]
+    files: dict[str, list[str]], lines: dict[str, set[int]] | None, given: argparse.Namespace
+) -> Iterator[tuple[str, list[Tried]]]:
+    """Tries a sample of the mutants of each module."""
+    chosen: dict[str, list[Any]] = {}
+    for name, of_module in files.items():
+        sites = _sites(of_module)
+        mutants = [
+            site.mutant for site in sites.values() if not lines or site.mutant.line in lines[site.mutant.file]
+        ]
+        size = int(given.sample * (_SPARE if MODULES[name].folders else 1))
+        chosen[name] = [sites[each.name] for each in sample(mutants, size, given.seed)]
+        print(f"{name}: {len(chosen[name])} of {len(mutants)} mutants", flush=True)
+    cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
+    if any(cpp.values()):
+        yield from _try_cpp(cpp, given.sample, given.each_kind).items()
+    for name in chosen.keys() - cpp.keys():
+        yield name, _try_python(name, chosen[name], given.each_kind)
 
 
 def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:
@@ -202,19 +211,20 @@ def _base() -> str:
 
 def _try_change(given: argparse.Namespace) -> int:
     lines = _changed_lines(given.base or _base())
-    survivors: list[str] = []
-    for name in MODULES:
-        files = [file for file in files_of(name) if file in lines]
-        if files:
-            survivors += [
-                f"line {t.mutant.line}: {t.mutant.name}"
-                for t in _try(name, files, lines, given)
-                if t.status(name) == "survived"
-            ]
+    files = {name: [file for file in files_of(name) if file in lines] for name in MODULES}
+    survivors = [
+        f"line {each.mutant.line}: {each.mutant.name}"
+        for name, tried in _try({name: of for name, of in files.items() if of}, lines, given)
+        for each in tried
+        if each.status(name) == "survived"
+    ]
     print(
-        "\n".join(["these mutants of the change survive:", *survivors])
-        if survivors
-        else "no mutant of the change survives"
+        "\n".join(
+            [
+                "these mutants of the change survive:" if survivors else "no mutant of the change survives",
+                *survivors,
+            ]
+        )
     )
     return len(survivors) > 0
 
@@ -241,8 +251,8 @@ def main(arguments: Sequence[str]) -> int:
     if not given.modules:
         return _try_change(given)
     wrong: list[str] = []
-    for name in MODULES if "all" in given.modules else given.modules:
-        tried = _try(name, files_of(name), None, given)
+    names = MODULES if "all" in given.modules else given.modules
+    for name, tried in _try({name: files_of(name) for name in names}, None, given):
         score = _score(name, tried, given.seed)
         _write(name, tried, score)
         print(json.dumps(score), flush=True)

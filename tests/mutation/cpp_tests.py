@@ -30,16 +30,20 @@ class Test(NamedTuple):
 
 
 class Build:
-    """A build of its own in build/mutation, with a copy of csrc."""
+    """A build of its own in build/mutation, with a copy of csrc, and the tests in some folders of tests/cpp."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tests: Iterable[str]) -> None:
         self._tree, self._build, self._reached = folder / "tree", folder / "cpp", folder / "reached"
-        self._tree.mkdir(parents=True, exist_ok=True)
-        for path in ROOT.iterdir():
-            link = self._tree / path.name
-            if path.name not in ("csrc", "build") and not path.name.startswith(".") and not link.is_symlink():
-                link.symlink_to(path)
-        self._copy({})
+        shutil.rmtree(self._tree / "tests", ignore_errors=True)
+        wanted = set(tests)
+        files = [path for path in (ROOT / "tests" / "cpp").rglob("*.*") if path.is_file()]
+        links = [
+            str(path.relative_to(ROOT)) for path in files if path.suffix == ".h" or path.parent.name in wanted
+        ]
+        for link in (*links, "CMakeLists.txt", "kvlink", "tests/simulation", "tests/fake_cuda"):
+            (self._tree / link).parent.mkdir(parents=True, exist_ok=True)
+            if not (self._tree / link).is_symlink():
+                (self._tree / link).symlink_to(ROOT / link)
 
     def _copy(self, rewritten_files: dict[str, str]) -> None:
         """Writes what differs, so that ninja compiles nothing else."""
@@ -101,7 +105,13 @@ class Build:
         environment = {**os.environ, "CCACHE_BASEDIR": str(self._tree), "CCACHE_NOHASHDIR": "1"}
         if not (self._build / "build.ninja").exists():
             launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-            options = ["-DKVLINK_PYTHON=OFF", "-DKVLINK_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", *launcher]
+            options = [
+                "-DKVLINK_PYTHON=OFF",
+                "-DKVLINK_TESTS=ON",
+                "-DCMAKE_BUILD_TYPE=None",
+                "-DCMAKE_UNITY_BUILD=ON",
+                *launcher,
+            ]
             flags = "-DCMAKE_CXX_FLAGS=-O1 -g0 -DNDEBUG"
             command = ["cmake", "-S", str(self._tree), "-B", str(self._build), "-G", "Ninja", *options, flags]
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -130,9 +140,9 @@ class Build:
             return None, ""
         return process.returncode, output
 
-    def record(self, suites: str) -> list[Test]:
-        """Runs each test of the suites alone, and the simulation, and returns what each reaches."""
-        listed = self._run(["kvlink_tests", "--gtest_list_tests", f"--gtest_filter={suites}"], -1, 60)[1]
+    def record(self) -> list[Test]:
+        """Runs each test alone, and the simulation, and returns what each reaches."""
+        listed = self._run(["kvlink_tests", "--gtest_list_tests"], -1, 60)[1]
         names, suite = [], ""
         for line in listed.splitlines():
             word = line.split("#")[0].strip()
