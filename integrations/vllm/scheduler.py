@@ -21,23 +21,23 @@ from kvlink.ticket import LeaseSeat
 
 from ..request_guard import RequestGuard
 from ..request_names import name_of, printable
-from .announcements import Announcements
-from .boundary import take_params
-from .caches import Rank
-from .handoff import KEY, Handoff, RankInfo, expanded, prompt_digest
-from .handoff_parts import ANNOUNCED
-from .incoming import Incoming
-from .lease_slots import SlotGroups
-from .outgoing import Chunk, GroupIds, Outgoing
-from .prompt_inputs import features_of, has_embeddings
-from .sent_tickets import SentTickets
-from .stateful import Stateful
-from .states import States
-from .step_commands import HandedOff, Load, StepCommands
+from .chats.turns import Turns
+from .decode.incoming import Incoming
+from .model.caches import Rank
+from .model.prompt_inputs import features_of, has_embeddings
+from .model.stateful import Stateful
+from .model.states import States
+from .model.windows import Windows, first_gap
+from .prefill.announcements import Announcements
+from .prefill.lease_slots import SlotGroups
+from .prefill.outgoing import Chunk, GroupIds, Outgoing
+from .prefill.sent_tickets import SentTickets
 from .stream_decisions import StreamDecisions
-from .traces import Traces
-from .turns import Turns
-from .windows import Windows, first_gap
+from .wire.boundary import take_params
+from .wire.handoff import KEY, Handoff, RankInfo, expanded, prompt_digest
+from .wire.handoff_parts import ANNOUNCED
+from .wire.step_commands import HandedOff, Load, StepCommands
+from .wire.traces import Traces
 
 _log = logging.getLogger("vllm.kvlink")
 

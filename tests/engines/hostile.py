@@ -24,7 +24,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import RequestStatus
 
-from kvlink.integrations.vllm.handoff import KEY, Handoff
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff
 
 os.environ["KVLINK_TICKET_KEYS"] = "none"  # or what is changed would be refused as forged, and not parsed
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, StaleBlocks
-from kvlink.integrations.vllm import handoff
-from kvlink.integrations.vllm.caches import CacheGroup
-from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, expanded, prompt_digest
-from kvlink.integrations.vllm.handoff_parts import Part
-from kvlink.integrations.vllm.lease_slots import SlotGroups
+from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
+from kvlink.integrations.vllm.wire import handoff
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, expanded, prompt_digest
+from kvlink.integrations.vllm.wire.handoff_parts import Part
 from kvlink.ticket import MAX_SLOTS, SMALLEST_NONCE, LeaseSeat
 from kvlink.tracing import TraceParent
 from kvlink.types import ReadyUnit

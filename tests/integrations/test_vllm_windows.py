@@ -16,10 +16,10 @@ from test_vllm_connector import gone, same
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
 
 from kvlink.errors import StaleBlocks
-from kvlink.integrations.vllm.caches import CacheGroup
-from kvlink.integrations.vllm.loads import Loads, _Loading
-from kvlink.integrations.vllm.step_commands import Load
-from kvlink.integrations.vllm.windows import Window, gap_in, loadable, needed_from
+from kvlink.integrations.vllm.decode.loads import Loads, _Loading
+from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.model.windows import Window, gap_in, loadable, needed_from
+from kvlink.integrations.vllm.wire.step_commands import Load
 
 PROMPT = list(range(100, 122))  # five blocks of 4 and a half
 WINDOW = 6

@@ -11,10 +11,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvlink.integrations.vllm.earlier_turns import ANSWER_AS, ANSWER_OF
-from kvlink.integrations.vllm.handoff import KEY, Handoff
-from kvlink.integrations.vllm.handoff_parts import STREAM
-from kvlink.integrations.vllm.traces import TRACEPARENT
+from kvlink.integrations.vllm.chats.earlier_turns import ANSWER_AS, ANSWER_OF
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff
+from kvlink.integrations.vllm.wire.handoff_parts import STREAM
+from kvlink.integrations.vllm.wire.traces import TRACEPARENT
 from kvlink.ticket import LeaseSeat
 
 Params = dict[str, Any]
