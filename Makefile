@@ -121,12 +121,9 @@ define cpp-tests-at-once
 endef
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: build-cpp
-build-cpp: build
-	$(call cpp-build,cpp,-D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
-
 .PHONY: test-cpp
-test-cpp: build-cpp ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
+test-cpp: build ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
+	$(call cpp-build,cpp,-D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
 	$(call cpp-tests,cpp,)
 	build/cpp/kvlink_simulation
 
@@ -206,7 +203,7 @@ simulate: build ## the control plane in virtual time, under faults that seeds de
 # changes. MUTATE="--seed 7 --sample 300 --each-kind": what `python -m mutation --help` lists.
 .PHONY: mutate
 mutate: export PYTHONHASHSEED := 0
-mutate: build-cpp $(VENV)/.checked ## small changes of the code that tests of the gate must find
+mutate: build $(VENV)/.checked ## small changes of the code that tests of the gate must find
 	PYTHONPATH=tests python -m mutation $(MODULE) $(MUTATE)
 
 ENGINE ?= $(shell command -v docker || command -v podman || echo docker)

@@ -302,7 +302,7 @@ class _Finder:
         if len(edges) < 3:
             return
         one, other = self.text(edges[0] + 1, edges[1]), self.text(edges[1] + 1, edges[2])
-        if one != other:
+        if one != other and self.at(opening - 1) not in ("min", "max"):
             rest = self.text(edges[2], self.match[opening] + 1)
             called = self.text(start, opening)
             self.add(

@@ -28,25 +28,37 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_STORE_TESTS = {"unit": ("tests/coordinator", "tests/control/store"), "simulation": _SIMULATION}
-_CONTROL_TESTS = {"unit": ("tests/control",), "simulation": _SIMULATION}
+_SESSION = (
+    "tests/control/test_session.py",
+    "tests/control/test_beats.py",
+    "tests/control/test_refused_offers.py",
+)
+_STORES = ("tests/coordinator", "tests/control/store")
+
+
+def _in_kinds(*unit: str) -> dict[str, tuple[str, ...]]:
+    return {"unit": unit, "simulation": _SIMULATION, "other": ("tests/control",)}
+
 
 MODULES = {
     "lease": Module(("csrc/lease/*",), 90, ("lease",)),
     "plan": Module(("csrc/plan/*",), 90, ("plan",)),
     "engine": Module(("csrc/engine/*",), 90, ("engine", "staging", "lease")),
     "staging": Module(("csrc/staging/*",), 80, ("staging", "engine")),
-    "stores": Module(("kvlink/coordinator/store/**/*.py",), 90, tests=_STORE_TESTS),
-    "session": Module(("kvlink/control/session.py", "kvlink/control/beats.py"), 90, tests=_CONTROL_TESTS),
-    "coordinator": Module(
-        ("kvlink/coordinator/*.py",), 80,
-        tests={"unit": ("tests/coordinator", "tests/control"), "simulation": _SIMULATION},
+    "stores": Module(("kvlink/coordinator/store/**/*.py",), 90, tests=_in_kinds(*_STORES)),
+    "session": Module(
+        ("kvlink/control/session.py", "kvlink/control/beats.py"), 90, tests=_in_kinds(*_SESSION)
     ),
-    "control": Module(("kvlink/control/**/*.py",), 80, tests=_CONTROL_TESTS),
+    "coordinator": Module(
+        ("kvlink/coordinator/*.py",), 80, tests=_in_kinds("tests/coordinator", "tests/control/test_co*.py")
+    ),
+    "control": Module(
+        ("kvlink/control/**/*.py",), 80, tests={"unit": ("tests/control",), "simulation": _SIMULATION}
+    ),
     "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": ("tests/worker", "tests/cli")}),
     "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": ("tests/transfer", "tests/worker")}),
     "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": ("tests/integrations/test_vllm*.py",)}),
-}  # fmt: skip
+}
 
 
 def files_of(name: str) -> list[str]:

@@ -31,6 +31,8 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _LOCKS = ("lock", "mutex")
+_UNORDERED = {"isinstance", "getattr", "cast", "min", "max"}
+"""Functions whose first two arguments are not exchanged: nothing would change, or all would fail."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -80,9 +82,7 @@ def _expressions(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield "skipped branch", node.orelse
         case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
             same = ast.unparse(first) == ast.unparse(second) or isinstance(second, ast.Starred)
-            if not same and not (
-                isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "getattr", "cast")
-            ):
+            if not same and not (isinstance(node.func, ast.Name) and node.func.id in _UNORDERED):
                 yield "exchanged arguments", ast.Call(node.func, [second, first, *rest], node.keywords)
 
 
@@ -119,8 +119,16 @@ def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         yield from ((each, True) for each in node.ifs)
 
 
-def _calls(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Call | ast.Await) for each in ast.walk(node))
+def _order_matters(one: ast.AST, other: ast.AST) -> bool:
+    """Whether the order of two statements can be seen: a call may see it, but not that of another local name."""
+    for node, beside in ((one, other), (other, one)):
+        if not any(isinstance(each, ast.Call | ast.Await) for each in ast.walk(node)) and isinstance(
+            node, ast.Assign
+        ):
+            used = {each.id for each in ast.walk(beside) if isinstance(each, ast.Name)}
+            if all(isinstance(target, ast.Name) and target.id not in used for target in node.targets):
+                return False
+    return any(isinstance(each, ast.Call | ast.Await) for node in (one, other) for each in ast.walk(node))
 
 
 def _is_store(node: ast.AST) -> bool:
@@ -178,7 +186,7 @@ class _Finder:
                 continue
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 continue  # a docstring
-            if i and _is_store(each) and _is_store(below[i - 1]) and any(map(_calls, (each, below[i - 1]))):
+            if i and _is_store(each) and _is_store(below[i - 1]) and _order_matters(each, below[i - 1]):
                 self.add(inner, "swapped statements", each, [], ahead_of=below[i - 1])
             self.walk(each, inner)
 
