@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from functools import partial
 from typing import cast
 
 import pytest
@@ -14,7 +16,8 @@ from kvlink.control import CoordinatorClient, Offer, Session, SessionState
 from kvlink.control.overview import Beat
 from kvlink.control.refusal import Overloaded
 from kvlink.control.values import Membership, Push, PushKind
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, CoordinatorUnavailable
+from kvlink.runtime.backoff import FIRST_S
 from kvlink.types import WorkerCard
 
 _LEASE_S = 10.0
@@ -23,7 +26,7 @@ _LEASE_S = 10.0
 class _Beats:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._pushes: asyncio.Queue[Push] = asyncio.Queue()
+        self._pushes: asyncio.Queue[Push | None] = asyncio.Queue()
 
     async def send(self, beat: Beat) -> None:
         if not self._coordinator.hangs:
@@ -32,8 +35,12 @@ class _Beats:
     def avoid_server(self) -> None:
         self._coordinator.hangs = False
 
-    async def receive(self) -> Push:
+    async def receive(self) -> Push | None:
         return await self._pushes.get()
+
+    def end(self) -> None:
+        """Ends the stream at the coordinator."""
+        self._pushes.put_nowait(None)
 
     def cancel(self) -> None:
         pass
@@ -49,14 +56,18 @@ class Coordinator:
         self.refuses: Exception | None = None
         self.hangs = False
         """Joins are accepted, and neither beats nor offers are answered, until a client goes elsewhere."""
+        self.joins: list[float] = []
+        self.streams: list[_Beats] = []
         self.attempts: list[tuple[float, str]] = []
         self.accepted: dict[str, Offer] = {}
 
     async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:
+        self.joins.append(asyncio.get_running_loop().time())
         return Membership(1, _LEASE_S, _LEASE_S / 4)
 
     def keep_alive(self) -> _Beats:
-        return _Beats(self)
+        self.streams.append(_Beats(self))
+        return self.streams[-1]
 
     async def leave(self, worker_id: str, epoch: int, timeout_s: float = 1.0) -> None:
         pass
@@ -120,6 +131,54 @@ def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCap
     run(main)
     (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert line == "the coordinator refused offers for now, retrying worker=prefill offers=3"
+
+
+def test_a_worker_waits_before_it_rejoins_unless_there_is_something_to_offer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
+
+    async def main(offers_after_s: float | None) -> float:
+        coordinator = Coordinator()
+        coordinator.has_replicas = False
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        await asyncio.sleep(1.0)
+        coordinator.joins.clear()
+        coordinator.streams[-1].end()
+        await asyncio.sleep(0.0)
+        if offers_after_s is not None:
+            await asyncio.sleep(offers_after_s)
+            await session.offer(make_offer("r"))
+            assert list(coordinator.accepted) == ["r"]
+        await asyncio.sleep(60.0)
+        (at,) = coordinator.joins
+        await session.close()
+        return at - 1.0
+
+    assert run(partial(main, None)) == pytest.approx(2.5 + FIRST_S)
+    assert run(partial(main, 1.0)) == pytest.approx(1.0 + FIRST_S)
+
+
+def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_back() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        coordinator.refuses = CoordinatorUnavailable("away")
+        with pytest.raises(CoordinatorUnavailable, match="away"):
+            await session.offer(make_offer("r", ttl_s=600.0))
+        await asyncio.sleep(10.0)
+        assert (session.num_rejoins, coordinator.accepted) == (0, {})
+        assert len(coordinator.joins) > 4, "it rejoins until all offers could be sent"
+        coordinator.refuses = None
+        await asyncio.sleep(10.0)
+        assert (session.num_rejoins, list(coordinator.accepted)) == (1, ["r"])
+        await session.close()
+
+    run(main)
 
 
 def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
