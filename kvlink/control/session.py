@@ -321,8 +321,6 @@ def _begun(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
     """Sends an offer. One that cannot be sent fails alone."""
     try:
         return stream.offer(offer)
-    except CoordinatorUnavailable:  # of the stream, and so of all offers
-        raise
     except Exception as error:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)

@@ -56,12 +56,16 @@ class Coordinator:
         self.refuses: Exception | None = None
         self.hangs = False
         """Joins are accepted, and neither beats nor offers are answered, until a client goes elsewhere."""
+        self.away = False
+        """Joins fail."""
         self.joins: list[float] = []
         self.streams: list[_Beats] = []
         self.attempts: list[tuple[float, str]] = []
         self.accepted: dict[str, Offer] = {}
 
     async def join(self, card: WorkerCard, rejoin: bool = False, timeout_s: float = 5.0) -> Membership:
+        if self.away:
+            raise CoordinatorUnavailable("away")
         self.joins.append(asyncio.get_running_loop().time())
         return Membership(1, _LEASE_S, _LEASE_S / 4)
 
@@ -176,6 +180,26 @@ def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_back() -
         coordinator.refuses = None
         await asyncio.sleep(10.0)
         assert (session.num_rejoins, list(coordinator.accepted)) == (1, ["r"])
+        await session.close()
+
+    run(main)
+
+
+def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        coordinator.away = True
+        session._rejoin_soon()
+        at = asyncio.get_running_loop().time()
+        with pytest.raises(CoordinatorUnavailable, match="'r' is not offered yet"):
+            await session.offer(make_offer("r", ttl_s=600.0), timeout_s=30.0)
+        assert asyncio.get_running_loop().time() == at + 30.0
+        coordinator.away = False
+        await asyncio.sleep(5.0)
+        assert list(coordinator.accepted) == ["r"]
         await session.close()
 
     run(main)
