@@ -70,7 +70,7 @@ inline constexpr int64_t kNoExpiryNs = SeatDeadlines::kNever;
 /// keeps none for ever.
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
-/// Fills the words with random bits. Returns the reason if it cannot.
+/// Fills the words, 32 at most, with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);
 
