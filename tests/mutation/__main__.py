@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
-PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--each-kind]
+PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N] [--each-kind]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -88,7 +88,7 @@ def _try_cpp(chosen: dict[str, list[Any]], size: int, each_kind: bool) -> dict[s
     return tried
 
 
-def _try_python(name: str, chosen: Sequence[python_mutants.Site], each_kind: bool) -> list[Tried]:
+def _try_python(name: str, chosen: Sequence[python_mutants.Site], each_kind: bool, seeds: int) -> list[Tried]:
     tried = {site.mutant.name: Tried(site.mutant, {}) for site in chosen}
     for kind, tests in MODULES[name].tests.items():
         paths = sorted(str(path.relative_to(ROOT)) for test in tests for path in ROOT.glob(test))
@@ -97,7 +97,10 @@ def _try_python(name: str, chosen: Sequence[python_mutants.Site], each_kind: boo
             any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values())
         ]  # fmt: skip
         if left:
-            outcomes = python_tests.try_all([(site.mutant, site.at_import) for site in left], paths, FOLDER)
+            most = seeds if kind == "simulation" else 10_000
+            outcomes = python_tests.try_all(
+                [(site.mutant, site.at_import) for site in left], paths, most, FOLDER
+            )
             for mutant, outcome in outcomes.items():
                 tried[mutant].outcomes[kind] = outcome
     for each in (each for each in PLANTED if each.module == name):
@@ -131,7 +134,7 @@ def _try(
     if any(cpp.values()):
         yield from _try_cpp(cpp, given.sample, given.each_kind).items()
     for name in chosen.keys() - cpp.keys():
-        yield name, _try_python(name, chosen[name], given.each_kind)
+        yield name, _try_python(name, chosen[name], given.each_kind, given.seeds)
 
 
 def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:
@@ -242,6 +245,9 @@ def main(arguments: Sequence[str]) -> int:
         "--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation"
+    )
     parser.add_argument(
         "--each-kind", action="store_true", help="goes on with the other kinds of test after a kill"
     )

@@ -67,8 +67,10 @@ class Build:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(rewritten((ROOT / file).read_text(), file, of))
             wrong = self._compile_all(files.keys(), numbers)
-            if not wrong:
-                return numbers
+            if not wrong:  # those that cross another one are not in the text
+                texts = "".join((self._sources.parent / file).read_text() for file in files)
+                inside = {int(each) for each in re.findall(r"::mutation::\w+\((\d+)", texts)}
+                return {number: site for number, site in numbers.items() if number in inside}
             numbers = {number: site for number, site in numbers.items() if number not in wrong}
 
     def _compile_all(self, files: Iterable[str], numbers: dict[int, Site]) -> set[int]:

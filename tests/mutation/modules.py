@@ -28,16 +28,13 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_SESSION = (
-    "tests/control/test_session.py",
-    "tests/control/test_beats.py",
-    "tests/control/test_refused_offers.py",
-)
-_STORES = ("tests/coordinator", "tests/control/store")
+_SESSION = tuple(f"tests/control/test_{name}.py" for name in ("session", "beats", "refused_offers", "status"))
+_ETCD = ("tests/control_simulation/test_etcd_contract.py", "tests/control_simulation/test_simulated_quota.py")
+_STORES = ("tests/coordinator", "tests/control/store", *_ETCD)
 
 
 def _in_kinds(*unit: str) -> dict[str, tuple[str, ...]]:
-    return {"unit": unit, "simulation": _SIMULATION, "other": ("tests/control",)}
+    return {"unit": unit, "simulation": _SIMULATION}
 
 
 MODULES = {

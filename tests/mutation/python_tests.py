@@ -81,8 +81,13 @@ class Server:
                     (seconds, test) for test, (seconds, reached) in recorded.items() if reaching in reached
                 )
                 if at_import:
-                    line = [name, "at import", [test for _, test in tests] or [*recorded][:_FEW]]
+                    line = [
+                        name,
+                        "at import",
+                        [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW],
+                    ]
                 else:
+                    tests = tests[: self._plan["most"]]
                     chosen = [items[test] for _, test in tests]
                     seconds = patience_s(sum(seconds for seconds, _ in tests))
                     line = [name, *self._try(number, chosen, seconds)]
@@ -129,8 +134,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Server(_PLAN, _IMPORTER))
 
 
-def try_all(chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], folder: Path) -> dict[str, Outcome]:
-    """Returns by name how the tests end with each mutant. The flag says that a mutant is made at import."""
+def try_all(
+    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, folder: Path
+) -> dict[str, Outcome]:
+    """Returns by name how the tests, so many at most, end with each mutant. The flag: it is made at import."""
     files: dict[str, dict[str, int]] = {}
     for number, (mutant, _) in enumerate(chosen, 1):
         files.setdefault(mutant.file, {})[mutant.name] = number
@@ -138,7 +145,14 @@ def try_all(chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], folder:
     module_numbers = {file: -1 - i for i, file in enumerate(files)}
     rows = [(each.name, numbers[each.name], module_numbers[each.file], early) for each, early in chosen]
     results = folder / "results"
-    plan = {"files": files, "mutants": rows, "active": 0, "results": str(results), "patches": {}}
+    plan = {
+        "files": files,
+        "mutants": rows,
+        "active": 0,
+        "results": str(results),
+        "patches": {},
+        "most": most,
+    }
     results.unlink(missing_ok=True)
     _pytest(plan, tests, folder, timeout=None)
     outcomes = {}
