@@ -40,6 +40,7 @@ _TYPES = frozenset(("namespace", "class", "struct", "union", "enum", "extern"))
 _ENDS = frozenset(
     ("(", "[", "{", ")", "]", "}", ",", ";", "?", ":", "return", "=", "+=", "-=", "|=", "&=", "<<=", "*=")
 )
+_UNORDERED = frozenset(("min", "max", "__builtin_mul_overflow", "__builtin_add_overflow"))
 _LOCKS = re.compile(r"std :: (lock_guard|unique_lock|scoped_lock|shared_lock) \w+ \( [\w.\->]+ \) ;")
 
 _DECLARATION = re.compile(r"[\w:]+(?:<.*>)?(?:::\w+)*[&*]* (?:const )?[&*]*\w+ ?[=({;\[,]")
@@ -302,7 +303,7 @@ class _Finder:
         if len(edges) < 3:
             return
         one, other = self.text(edges[0] + 1, edges[1]), self.text(edges[1] + 1, edges[2])
-        if one != other and self.at(opening - 1) not in ("min", "max"):
+        if one != other and self.at(opening - 1) not in _UNORDERED:
             rest = self.text(edges[2], self.match[opening] + 1)
             called = self.text(start, opening)
             self.add(
