@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
-PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N] [--each-kind]
+PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N]
+    [--kinds unit,model,simulation] [--each-kind]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -61,9 +62,11 @@ def _sites(files: Iterable[str]) -> dict[str, python_mutants.Site | cpp_mutants.
     return found
 
 
-def _try_cpp(chosen: dict[str, list[Any]], size: int, each_kind: bool) -> dict[str, list[Tried]]:
+def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[str, list[Tried]]:
     """Tries the mutants of some modules in one build."""
-    build = cpp_tests.Build(FOLDER, {folder for name in chosen for folder in MODULES[name].folders})
+    build = cpp_tests.Build(
+        FOLDER, {folder for name in chosen for folder in MODULES[name].folders}, given.kinds
+    )
     planted = {
         name: [
             cpp_mutants.planted((ROOT / each.file).read_text(), each.file, each.name, each.old, each.new)
@@ -78,26 +81,28 @@ def _try_cpp(chosen: dict[str, list[Any]], size: int, each_kind: bool) -> dict[s
         mine = {site.mutant for site in (*planted[name], *chosen[name])}
         of_module = [(number, site) for number, site in compiled.items() if site.mutant in mine]
         tried[name] = []
-        for number, site in of_module[: len(planted[name]) + size]:
+        for number, site in of_module[: len(planted[name]) + given.sample]:
             outcomes: dict[str, Outcome] = {}
-            for kind in ("unit", "model", "simulation"):
-                if each_kind or not any(each.status in KILLED for each in outcomes.values()):
+            for kind in given.kinds:
+                if given.each_kind or not any(each.status in KILLED for each in outcomes.values()):
                     outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
             tried[name].append(Tried(site.mutant, outcomes))
             _say(tried[name][-1])
     return tried
 
 
-def _try_python(name: str, chosen: Sequence[python_mutants.Site], each_kind: bool, seeds: int) -> list[Tried]:
+def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argparse.Namespace) -> list[Tried]:
     tried = {site.mutant.name: Tried(site.mutant, {}) for site in chosen}
-    for kind, tests in MODULES[name].tests.items():
-        paths = sorted(str(path.relative_to(ROOT)) for test in tests for path in ROOT.glob(test))
+    for kind, tests in ((kind, MODULES[name].tests.get(kind, ())) for kind in given.kinds):
+        paths = [
+            path for test in tests for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
+        ]
         left = [
-            site for site in chosen if each_kind or not
+            site for site in chosen if given.each_kind or not
             any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values())
         ]  # fmt: skip
-        if left:
-            most = seeds if kind == "simulation" else 10_000
+        if left and tests:
+            most = given.seeds if kind == "simulation" else 10_000
             outcomes = python_tests.try_all(
                 [(site.mutant, site.at_import) for site in left], paths, most, FOLDER
             )
@@ -132,9 +137,9 @@ def _try(
         print(f"{name}: {len(chosen[name])} of {len(mutants)} mutants", flush=True)
     cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
     if any(cpp.values()):
-        yield from _try_cpp(cpp, given.sample, given.each_kind).items()
+        yield from _try_cpp(cpp, given).items()
     for name in chosen.keys() - cpp.keys():
-        yield name, _try_python(name, chosen[name], given.each_kind, given.seeds)
+        yield name, _try_python(name, chosen[name], given)
 
 
 def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:
@@ -252,6 +257,7 @@ def main(arguments: Sequence[str]) -> int:
         "--each-kind", action="store_true", help="goes on with the other kinds of test after a kill"
     )
     given = parser.parse_args(arguments)
+    given.kinds = given.kinds.split(",")
     FOLDER.mkdir(parents=True, exist_ok=True)
     given.sample = given.sample or (100 if given.modules else 15)
     if not given.modules:

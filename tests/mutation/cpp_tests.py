@@ -37,9 +37,9 @@ class Test(NamedTuple):
 class Build:
     """The two programs with the mutants of a module. `folders` are those below tests/cpp whose tests reach them."""
 
-    def __init__(self, folder: Path, folders: Iterable[str]) -> None:
+    def __init__(self, folder: Path, folders: Iterable[str], kinds: Sequence[str]) -> None:
         self._made, self._sources, self._reached = folder / "cpp", folder / "csrc", folder / "reached"
-        self._folders = set(folders)
+        self._folders, self._kinds = set(folders), kinds
         archives = sorted(ROOT.glob("build/cp*/libkvlink_core.a"), key=lambda path: path.stat().st_mtime)
         if not archives:
             raise SystemExit("there is no build/cp*/libkvlink_core.a: run make build")
@@ -84,7 +84,8 @@ class Build:
             file = self._file(each)
             tested = Path(file).parent.name in self._folders or not file.endswith("_test.cc")
             if "kvlink_simulation.dir" in each["output"]:
-                jobs.append(("kvlink_simulation", each, file))
+                if SIMULATION in self._kinds:
+                    jobs.append(("kvlink_simulation", each, file))
             elif file.startswith("tests/cpp/") and tested:
                 jobs.append(("kvlink_tests", each, file))
         made: dict[str, list[str]] = {}
@@ -168,7 +169,8 @@ class Build:
                 suite = word if set(word.replace(".", "").split("/")) & suites else ""
             elif suite and "DISABLED" not in word:
                 names.append(suite + word)
-        return [test for test in [*map(self._recorded, names), self._recorded(SIMULATION)] if test]
+        wanted = [name for name in [*names, SIMULATION] if _kind(name) in self._kinds]
+        return [test for test in map(self._recorded, wanted) if test]
 
     def _recorded(self, name: str) -> Test | None:
         self._reached.unlink(missing_ok=True)
@@ -177,8 +179,7 @@ class Build:
             print(f"left out, since it fails without a mutant: {name}", flush=True)
             return None
         reached = self._reached.read_text().split() if self._reached.exists() else ()
-        kind = SIMULATION if name == SIMULATION else "model" if "Model" in name else "unit"
-        return Test(name, kind, time.monotonic() - began, frozenset(map(int, reached)))
+        return Test(name, _kind(name), time.monotonic() - began, frozenset(map(int, reached)))
 
     def try_one(self, number: int, tests: Iterable[Test]) -> Outcome:
         """Returns how these tests, which are of one kind, end with a mutant."""
@@ -193,6 +194,10 @@ class Build:
         return Outcome(
             {None: "timeout", 0: "survived", 1: "killed"}.get(status, "crashed"), name if status else ""
         )
+
+
+def _kind(name: str) -> str:
+    return SIMULATION if name == SIMULATION else "model" if "Model" in name else "unit"
 
 
 def _command(names: Sequence[str]) -> list[str]:

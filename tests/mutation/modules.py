@@ -28,7 +28,12 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_SESSION = tuple(f"tests/control/test_{name}.py" for name in ("session", "beats", "refused_offers", "status"))
+_LOOP = "tests/loops/test_loops.py::test_a_loop_goes_on_after_an_exception_that_nobody_expects"
+_SESSION = (
+    *(f"tests/control/test_{name}.py" for name in ("session", "beats", "refused_offers", "status")),
+    f"{_LOOP}[session]",
+    f"{_LOOP}[session settles]",
+)
 _ETCD = ("tests/control_simulation/test_etcd_contract.py", "tests/control_simulation/test_simulated_quota.py")
 _STORES = ("tests/coordinator", "tests/control/store", *_ETCD)
 
