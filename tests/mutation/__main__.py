@@ -254,6 +254,9 @@ def main(arguments: Sequence[str]) -> int:
         "--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation"
     )
     parser.add_argument(
+        "--kinds", default="unit,model,simulation", help="of tests, in this order; by default all"
+    )
+    parser.add_argument(
         "--each-kind", action="store_true", help="goes on with the other kinds of test after a kill"
     )
     given = parser.parse_args(arguments)
