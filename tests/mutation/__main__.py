@@ -70,7 +70,7 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[st
     planted = {
         name: [
             cpp_mutants.planted((ROOT / each.file).read_text(), each.file, each.name, each.old, each.new)
-            for each in PLANTED if each.module == name
+            for each in PLANTED if each.module == name and given.modules
         ] for name in chosen
     }  # fmt: skip
     compiled = build.make([site for name in chosen for site in (*planted[name], *chosen[name])])
@@ -108,7 +108,7 @@ def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argpars
             )
             for mutant, outcome in outcomes.items():
                 tried[mutant].outcomes[kind] = outcome
-    for each in (each for each in PLANTED if each.module == name):
+    for each in (each for each in PLANTED if each.module == name and given.modules):
         mutant = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
         outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, FOLDER)
         tried[each.name] = Tried(mutant, {"unit": outcome})
@@ -138,7 +138,7 @@ def _try(
     cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
     if any(cpp.values()):
         yield from _try_cpp(cpp, given).items()
-    for name in chosen.keys() - cpp.keys():
+    for name in (name for name, sites in chosen.items() if sites and name not in cpp):
         yield name, _try_python(name, chosen[name], given)
 
 
@@ -227,12 +227,9 @@ def _try_change(given: argparse.Namespace) -> int:
         if each.status(name) == "survived"
     ]
     print(
-        "\n".join(
-            [
-                "these mutants of the change survive:" if survivors else "no mutant of the change survives",
-                *survivors,
-            ]
-        )
+        "these mutants of the change survive:" if survivors else "no mutant of the change survives",
+        *survivors,
+        sep="\n",
     )
     return len(survivors) > 0
 
@@ -240,25 +237,14 @@ def _try_change(given: argparse.Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
-    parser.add_argument(
-        "modules", nargs="*", choices=[*MODULES, "all", []], help="by default the lines of a change"
-    )
-    parser.add_argument(
-        "--base", help="what the change is compared with; by default the branch it will land on"
-    )
-    parser.add_argument(
-        "--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation"
-    )
-    parser.add_argument(
-        "--kinds", default="unit,model,simulation", help="of tests, in this order; by default all"
-    )
-    parser.add_argument(
-        "--each-kind", action="store_true", help="goes on with the other kinds of test after a kill"
-    )
+    add = parser.add_argument
+    add("modules", nargs="*", choices=[*MODULES, "all", []], help="by default the lines of a change")
+    add("--base", help="what the change is compared with; by default the branch it will land on")
+    add("--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15")
+    add("--seed", type=int, default=0)
+    add("--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation")
+    add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
+    add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
     FOLDER.mkdir(parents=True, exist_ok=True)
