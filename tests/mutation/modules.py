@@ -34,8 +34,11 @@ _SESSION = (
     f"{_LOOP}[session]",
     f"{_LOOP}[session settles]",
 )
-_ETCD = ("tests/control_simulation/test_etcd_contract.py", "tests/control_simulation/test_simulated_quota.py")
-_STORES = ("tests/coordinator", "tests/control/store", *_ETCD)
+_ETCD = (
+    f"tests/control/test_{name}.py" for name in ("etcd_upkeep", "store_health", "etcd_history", "given_back")
+)
+_CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
+_STORES = ("tests/coordinator", "tests/control/store", *_ETCD, *_CONTRACT)
 
 
 def _in_kinds(*unit: str) -> dict[str, tuple[str, ...]]:

@@ -144,7 +144,7 @@ def try_all(
     numbers = {name: number for of_file in files.values() for name, number in of_file.items()}
     module_numbers = {file: -1 - i for i, file in enumerate(files)}
     rows = [(each.name, numbers[each.name], module_numbers[each.file], early) for each, early in chosen]
-    results = folder / "results"
+    results = folder / f"results.{os.getpid()}"
     plan = {
         "files": files,
         "mutants": rows,
@@ -183,7 +183,7 @@ def _alone(plan: dict[str, Any], tests: Sequence[str], folder: Path) -> Outcome:
 def _pytest(
     plan: dict[str, Any], tests: Sequence[str], folder: Path, timeout: float | None
 ) -> tuple[int, str]:
-    written = folder / "chosen"
+    written = folder / f"chosen.{os.getpid()}"
     written.write_text(json.dumps(plan))
     environment = {
         **os.environ, "KVLINK_MUTATION": str(written), "PYTHONPATH": str(ROOT / "tests"), "PYTHONHASHSEED": "0",
