@@ -59,7 +59,6 @@ class Session:
     ) -> None:
         self._client = client
         self._membership = membership
-        self._beats = Beats(membership, now())
         self._on_settle = guarded("session settles", on_settle)
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
@@ -256,8 +255,8 @@ class Session:
 
     async def _keep_alive(self, backoff: Backoff, rejoined: bool) -> None:
         """Beats until the coordinator may no longer know this worker. Raises when the coordinator is gone."""
-        stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
+        stream = self._client.keep_alive()
         tasks = [
             start_awaited(job)
             for job in (

@@ -16,6 +16,7 @@ from virtual_time import run
 from kvlink.control import SessionState
 from kvlink.control.beats import Beats
 from kvlink.control.values import Membership
+from kvlink.runtime.supervised import failures
 
 
 def test_nothing_is_given_up_while_no_beat_is_under_way() -> None:
@@ -122,9 +123,11 @@ def test_a_session_whose_world_is_silent_says_so() -> None:
     async def main() -> None:
         first = Replica()
         session = await joined(first)
+        before = failures().get("session")
         first.hangs = True
         await asyncio.sleep(60.0)
         assert session.state is SessionState.REJOINING
+        assert failures().get("session") == before, "a silent coordinator is not an error of the session"
         first.go_on()
         await asyncio.sleep(10.0)
         assert session.state is SessionState.JOINED

@@ -13,10 +13,11 @@ from control.cards import make_card, make_offer
 from virtual_time import run
 
 from kvlink.control import CoordinatorClient, Offer, Session, SessionState
-from kvlink.control.overview import Beat
+from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Overloaded
 from kvlink.control.values import Membership, Push, PushKind
-from kvlink.errors import ConfigError, CoordinatorUnavailable
+from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.runtime.backoff import FIRST_S
 from kvlink.types import WorkerCard
 
@@ -29,6 +30,8 @@ class _Beats:
         self._pushes: asyncio.Queue[Push | None] = asyncio.Queue()
 
     async def send(self, beat: Beat) -> None:
+        CoordinatorCalls.KEEP_ALIVE.request.encode(beat)
+        self._coordinator.beats.append(beat)
         if not self._coordinator.hangs:
             self._pushes.put_nowait(Push(PushKind.ACK))
 
@@ -58,6 +61,8 @@ class Coordinator:
         """Joins are accepted, and neither beats nor offers are answered, until a client goes elsewhere."""
         self.away = False
         """Joins fail."""
+        self.lease_s = _LEASE_S
+        self.beats: list[Beat] = []
         self.joins: list[float] = []
         self.streams: list[_Beats] = []
         self.attempts: list[tuple[float, str]] = []
@@ -67,7 +72,7 @@ class Coordinator:
         if self.away:
             raise CoordinatorUnavailable("away")
         self.joins.append(asyncio.get_running_loop().time())
-        return Membership(1, _LEASE_S, _LEASE_S / 4)
+        return Membership(1, self.lease_s, self.lease_s / 4)
 
     def keep_alive(self) -> _Beats:
         self.streams.append(_Beats(self))
@@ -200,6 +205,60 @@ def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
         coordinator.away = False
         await asyncio.sleep(5.0)
         assert list(coordinator.accepted) == ["r"]
+        await session.close()
+
+    run(main)
+
+
+def test_an_offer_that_waits_is_refused_when_the_session_closes() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        coordinator.away = True
+        session._rejoin_soon()
+        waiting = asyncio.ensure_future(session.offer(make_offer("r"), timeout_s=30.0))
+        await asyncio.sleep(1.0)
+        at = asyncio.get_running_loop().time()
+        await session.close()
+        with pytest.raises(CoordinatorError, match="is closed"):
+            await waiting
+        assert asyncio.get_running_loop().time() == at
+        assert len(session._deadlines) == 0, "it is not to be sent again"
+
+    run(main)
+
+
+def test_a_worker_beats_as_its_last_join_says() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        for lease_s, num_beats in ((_LEASE_S, 24), (6 * _LEASE_S, 4)):
+            coordinator.lease_s = lease_s
+            session._rejoin_soon()
+            await asyncio.sleep(1.0)
+            coordinator.beats.clear()
+            await asyncio.sleep(60.0)
+            assert abs(len(coordinator.beats) - num_beats) <= 1
+        await session.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["a report", "what is none"])
+def test_a_beat_has_the_report_if_that_can_be_sent(good: bool) -> None:
+    report = WorkerReport(1, 2, 3, 4) if good else cast(WorkerReport, object())
+
+    async def main() -> None:
+        coordinator = Coordinator()
+        client = cast(CoordinatorClient, coordinator)
+        session = await Session.join(client, make_card(), lambda slot, nonce: None, report=lambda: report)
+        await asyncio.sleep(10.0)
+        assert (session.state, len(coordinator.joins)) == (SessionState.JOINED, 1)
+        assert {beat.report for beat in coordinator.beats} == {report if good else None}
         await session.close()
 
     run(main)

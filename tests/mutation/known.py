@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+_SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
@@ -19,6 +20,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "csrc/lease/soft_leases.cc:SoftLeases::end: swapped statements: ended_.push_back(index); num_live_entries_ -= "
         "lease.entries.size(); -> num_live_entries_ -= lease.entries.size(); ended_.push_back(index);":
             "neither uses what the other changes",
+    },
+    "session": {
+        f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
+            "neither event knows the other, and nothing runs between",
+        f"{_SWAPPED.format('_rejoin_soon')}: self._doubt.set() -> ahead of self._joined.clear()":
+            "those who wait for an event go on when the loop runs again, which is after both",
+        f"{_SWAPPED.format('close')}: self._joined.set() -> ahead of self.state = SessionState.CLOSED":
+            "those who wait for the event go on when the loop runs again, which is after both",
+        f"{_SWAPPED.format('_stay_joined')}: self._joined.clear() -> ahead of self.state = SessionState.REJOINING":
+            "nobody looks at either before the loop runs again",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""
