@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_PLAN = "csrc/plan/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
@@ -20,6 +21,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "csrc/lease/soft_leases.cc:SoftLeases::end: swapped statements: ended_.push_back(index); num_live_entries_ -= "
         "lease.entries.size(); -> num_live_entries_ -= lease.entries.size(); ended_.push_back(index);":
             "neither uses what the other changes",
+    },
+    "plan": {
+        f"{_PLAN}op_writer.h:finish: swapped statements: ops_.resize(num_ops_); segments_.resize(num_segments_); -> "
+        "segments_.resize(num_segments_); ops_.resize(num_ops_);": "neither uses what the other changes",
+        f"{_PLAN}planner.cc:Planner::make: swapped statements: join_values_to_keys(reader); join_values_to_keys(owner);"
+        " -> join_values_to_keys(owner); join_values_to_keys(reader);": "each changes its own layout",
+        f"{_PLAN}planner.cc:has_repeated: operator: num_blocks / 64 -> (num_blocks) * (64)":
+            "the bitmap is larger, and its other words stay 0",
+        f"{_PLAN}planner.cc:has_repeated: constant: 1 -> 1 + 1 #1": "the bitmap has one word more, which stays 0",
+        f"{_PLAN}planner.cc:Planner::write: operator: made.groups.size() - 1 -> (made.groups.size()) + (1) #1":
+            "more room is reserved than is filled, and finish() gives it back",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
