@@ -19,6 +19,7 @@ from kvlink.control.refusal import Overloaded
 from kvlink.control.values import Membership, Push, PushKind
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.runtime.backoff import FIRST_S
+from kvlink.runtime.supervised import failures
 from kvlink.types import WorkerCard
 
 _LEASE_S = 10.0
@@ -61,6 +62,7 @@ class Coordinator:
         """Joins are accepted, and neither beats nor offers are answered, until a client goes elsewhere."""
         self.away = False
         """Joins fail."""
+        self.has_no_streams = False
         self.lease_s = _LEASE_S
         self.beats: list[Beat] = []
         self.joins: list[float] = []
@@ -75,6 +77,8 @@ class Coordinator:
         return Membership(1, self.lease_s, self.lease_s / 4)
 
     def keep_alive(self) -> _Beats:
+        if self.has_no_streams:
+            raise CoordinatorUnavailable("away")
         self.streams.append(_Beats(self))
         return self.streams[-1]
 
@@ -259,6 +263,25 @@ def test_a_beat_has_the_report_if_that_can_be_sent(good: bool) -> None:
         await asyncio.sleep(10.0)
         assert (session.state, len(coordinator.joins)) == (SessionState.JOINED, 1)
         assert {beat.report for beat in coordinator.beats} == {report if good else None}
+        await session.close()
+
+    run(main)
+
+
+def test_a_coordinator_that_opens_no_stream_is_joined_again() -> None:
+    async def main() -> None:
+        coordinator = Coordinator()
+        coordinator.has_replicas, coordinator.has_no_streams = False, True
+        before = failures().get("session")
+        session = await Session.join(
+            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
+        )
+        await asyncio.sleep(20.0)
+        assert len(coordinator.joins) > 2
+        coordinator.has_no_streams = False
+        await asyncio.sleep(20.0)
+        assert (session.state, failures().get("session")) == (SessionState.JOINED, before)
+        assert coordinator.beats
         await session.close()
 
     run(main)
