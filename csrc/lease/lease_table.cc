@@ -4,7 +4,7 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
-#include <sys/random.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -47,19 +47,11 @@ bool are_zero(const PeerWords* words) {
 }  // namespace
 
 Status draw_from_kernel(std::span<uint64_t> words) {
-  std::span<std::byte> left = std::as_writable_bytes(words);
-  while (!left.empty()) {
-    const ssize_t drawn = ::getrandom(left.data(), left.size(), 0);
-    if (drawn > 0) {
-      left = left.subspan(static_cast<size_t>(drawn));
-    } else if (drawn == 0 || errno != EINTR) {
-      return {Code::kConfig,
-              std::string("no lease can be granted: the kernel gives no random numbers: getrandom: ") +
-                  std::strerror(errno),
-              "Allow getrandom in the seccomp profile of this process"};
-    }
-  }
-  return {};
+  if (::getentropy(words.data(), words.size_bytes()) == 0) return {};
+  return {Code::kConfig,
+          std::string("no lease can be granted: the kernel gives no random numbers: getentropy: ") +
+              std::strerror(errno),
+          "Allow getrandom in the seccomp profile of this process"};
 }
 
 LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
@@ -126,14 +118,13 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
   if (!may_grant(lease, readers)) return why_not(lease, readers);
-  const bool needs_room = readers > free_.size();
-  if (needs_room && readers > free_.size() + soft_.size()) {
+  if (readers > free_.size() + soft_.size()) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
   if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  if (needs_room) make_room(readers);
+  make_room(readers);
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
@@ -241,9 +232,7 @@ bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
 
 uint64_t LeaseTable::lease_at(uint32_t slot, uint64_t settle_nonce) {
   std::lock_guard lock(mutex_);
-  const bool known = slot > 0 && slot < records_.size() && settle_nonce >= kSmallestNonce &&
-                     records_[slot].settle_nonce == settle_nonce;
-  return known ? records_[slot].lease : 0;
+  return slot < records_.size() && records_[slot].settle_nonce == settle_nonce ? records_[slot].lease : 0;
 }
 
 bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {

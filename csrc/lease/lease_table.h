@@ -92,7 +92,7 @@ class SweeperSleep {
   Atomic<bool> asleep_{false};
 };
 
-/// Fills the words with random bits. Returns the reason if it cannot.
+/// Fills the words, 32 at most, with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);
 

@@ -62,9 +62,7 @@ void SoftLeases::unlist(const Entry& one) {
 
 void SoftLeases::forget_ended() {
   for (const uint32_t index : ended_) {
-    for (const Entry& one : leases_[index].entries) {
-      if (one.block != kUnlisted) unlist(one);
-    }
+    for (const Entry& one : leases_[index].entries) unlist(one);
     leases_[index].entries = {};
     unused_.push_back(index);
   }

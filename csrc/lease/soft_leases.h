@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -33,7 +32,6 @@ class SoftLeases {
       if (block >= heads_.size() || heads_[block].lease == 0) continue;
       for (Place at = heads_[block]; at.lease != 0; at = entry(at).next) {
         if (const uint32_t slot = leases_[at.lease].slot; slot != 0) end_slot(slot);
-        entry(at).block = kUnlisted;
       }
       heads_[block] = {};
     }
@@ -52,12 +50,11 @@ class SoftLeases {
  private:
   friend struct SoftLeasesState;  // tests/cpp/lease: compares indexes
 
-  static constexpr uint32_t kUnlisted = std::numeric_limits<uint32_t>::max();
   struct Place {
     uint32_t lease = 0, entry = 0;  // lease 0: none
   };
   struct Entry {
-    uint32_t block;  // kUnlisted: no longer in the list of a block
+    uint32_t block;
     Place previous, next;
   };
   struct Lease {

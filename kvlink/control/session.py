@@ -59,7 +59,6 @@ class Session:
     ) -> None:
         self._client = client
         self._membership = membership
-        self._beats = Beats(membership, now())
         self._on_settle = guarded("session settles", on_settle)
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
@@ -256,8 +255,8 @@ class Session:
 
     async def _keep_alive(self, backoff: Backoff, rejoined: bool) -> None:
         """Beats until the coordinator may no longer know this worker. Raises when the coordinator is gone."""
-        stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
+        stream = self._client.keep_alive()
         tasks = [
             start_awaited(job)
             for job in (
@@ -321,8 +320,6 @@ def _begun(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
     """Sends an offer. One that cannot be sent fails alone."""
     try:
         return stream.offer(offer)
-    except CoordinatorUnavailable:  # of the stream, and so of all offers
-        raise
     except Exception as error:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)

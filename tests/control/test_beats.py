@@ -15,6 +15,8 @@ from virtual_time import run
 
 from kvlink.control import SessionState
 from kvlink.control.beats import Beats
+from kvlink.control.values import Membership
+from kvlink.runtime.supervised import failures
 
 
 def test_nothing_is_given_up_while_no_beat_is_under_way() -> None:
@@ -50,6 +52,17 @@ def test_who_gives_up_has_a_third_of_the_lease_left(gaps: list[float], answers: 
     if answers < len(gaps):
         assert beats.give_up_at() <= renewed + LEASE_S * 2 / 3
     assert now + later + beats.spread_s(now + later) <= max(renewed + LEASE_S, now + later)
+
+
+@pytest.mark.parametrize(
+    ("keep_alive_s", "lease_s", "waited_s", "spread_s"),
+    [(2.5, 10.0, 0.0, 2.5), (2.5, 10.0, 6.0, 2.0), (9.0, 30.0, 0.0, 3.0), (2.5, 10.0, 10.5, 0.0)],
+    ids=["a beat", "half of what is left of the lease", "a bound", "no time left"],
+)
+def test_who_rejoins_waits_so_long_at_most(
+    keep_alive_s: float, lease_s: float, waited_s: float, spread_s: float
+) -> None:
+    assert Beats(Membership(1, lease_s, keep_alive_s), 5.0).spread_s(5.0 + waited_s) == spread_s
 
 
 @pytest.mark.parametrize("hangs_after", [0.0, 1.0, 2.4, 2.6, 7.0, 1234.5])
@@ -110,9 +123,11 @@ def test_a_session_whose_world_is_silent_says_so() -> None:
     async def main() -> None:
         first = Replica()
         session = await joined(first)
+        before = failures().get("session")
         first.hangs = True
         await asyncio.sleep(60.0)
         assert session.state is SessionState.REJOINING
+        assert failures().get("session") == before, "a silent coordinator is not an error of the session"
         first.go_on()
         await asyncio.sleep(10.0)
         assert session.state is SessionState.JOINED

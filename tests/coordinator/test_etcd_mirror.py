@@ -182,6 +182,40 @@ def test_what_no_coordinator_wrote_is_passed_over(kind: bytes, noise: bytes) -> 
     assert mirror.num_free == 0
 
 
+def test_what_ended_is_not_counted_as_free_and_says_why() -> None:
+    mirror = Mirror(LAYOUT, Limits())
+    card = pb.KeyValue(
+        key=LAYOUT.worker("w"), value=StoredRecords.CARD.encode(make_card("w")), lease=7, mod_revision=1
+    )
+    mirror.apply([pb.Event(kv=card)], 0.0)
+    for number, name in enumerate(("short", "long"), 2):
+        offer = make_offer(name, "w", ttl_s=10.0 * number)
+        kv = pb.KeyValue(
+            key=LAYOUT.ticket(name, 0), value=StoredRecords.OFFER.encode(offer), lease=7, mod_revision=number
+        )
+        mirror.apply([pb.Event(kv=kv)], 0.0)
+    assert (mirror.num_free, mirror.num_free_of("w")) == (2, 2)
+    assert mirror.expire(19.9) == []
+    assert mirror.expire(20.0) == [("short", 0)]
+    assert (mirror.num_free, mirror.num_free_of("w"), mirror.num_expired) == (1, 1, 1)
+    why = mirror.why_ended("short")
+    assert why is not None
+    assert "not claimed within" in why.sentence
+    for left in (False, True):
+        incarnation = StoredRecords.INCARNATION.encode(Incarnation(1, bytes(16), left))
+        mirror.apply([_put(LAYOUT.epoch("w"), incarnation, 9)], 1.0)
+        gone = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=LAYOUT.worker("w")))]
+        mirror.apply(
+            [*gone, pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=LAYOUT.ticket("long", 0)))], 1.0
+        )
+        why = mirror.why_ended("long")
+        assert why is not None
+        assert ("left" if left else "stopped beating") in why.sentence
+        assert (mirror.num_free, mirror.num_lost) == (0, 1)
+        mirror.apply([pb.Event(kv=card)], 1.0)
+        mirror.apply([pb.Event(kv=kv)], 1.0)
+
+
 def _put(key: bytes, value: bytes, revision: int) -> pb.Event:
     return pb.Event(kv=pb.KeyValue(key=key, value=value, mod_revision=revision))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from control.cards import make_offer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +163,46 @@ class OffersAgainstModel(RuleBasedStateMachine):
 
 TestOffers = OffersAgainstModel.TestCase
 TestOffers.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_a_ticket_for_one_answers_one_waiter() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    for waiter in (1, 2):
+        offers.waiting.add(Claim("r", 5.0), waiter, 5.0)
+    ((served, tickets, refused),) = offers.offer(make_offer("r"), 0.0)
+    assert (tickets, refused) == ([make_offer("r").ticket], None)
+    assert offers.waiting.all() == [3 - served]
+
+
+def test_what_is_offered_again_is_what_a_claim_gets() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    claim = Claim("r", claim_id=b"id")
+
+    def offer(rank: int, ticket: bytes) -> None:
+        assert offers.offer(make_offer("r", rank=rank, of=2)._replace(ticket=ticket), 0.0) == []
+
+    offer(0, b"a")
+    assert offers.take(claim) is None, "one rank of two"
+    offer(1, b"b")
+    assert offers.take(claim) == [b"a", b"b"]
+    offer(1, b"b")  # its owner did not hear the answer
+    assert offers.take(claim) == [b"a", b"b"]
+    assert offers.num_tickets == 0
+    offer(0, b"c")
+    assert offers.take(claim) is None, "the tickets before are those of a lease that has ended"
+    offer(1, b"d")
+    assert offers.take(claim) == [b"c", b"d"]
+
+
+def test_an_expired_request_is_refused_until_it_is_offered_again() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    offers.offer(make_offer("r", ttl_s=5.0), 0.0)
+    assert offers.expire(5.0) == []
+    assert (offers.num_tickets, offers.num_expired, offers._requests) == (0, 1, {})
+    with pytest.raises(Refused, match="not claimed within"):
+        offers.take(Claim("r"))
+    offers.offer(make_offer("r", ttl_s=5.0), 6.0)
+    assert offers.take(Claim("r")) == [make_offer("r").ticket]
 
 
 # Tickets that were claimed are kept for claims that are sent again: for a while, and for so many bytes.

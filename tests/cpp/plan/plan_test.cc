@@ -135,6 +135,7 @@ TEST(Plan, FoldsPlanesThatLieAlike) {
       << "in regions of their own";
   EXPECT_EQ(repeats_of(pool, pool, {1, 2}), 1u);
   EXPECT_EQ(repeats_of(crossed, crossed), 0u) << "there they are one read";
+  EXPECT_EQ(repeats_of(packed({}, kPairs), packed({}, kPairs)), 2u) << "pairs of K and V";
   Placement moved = pool;
   std::swap(moved.layout.planes[1].offset, moved.layout.planes[2].offset);
   EXPECT_EQ(repeats_of(moved, pool), 5u) << "each by its own distance";

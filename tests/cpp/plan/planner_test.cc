@@ -34,6 +34,9 @@ TEST(Plan, RefusesListsThatDoNotFit) {
   refused({1}, {1, 2}, {{0, 5}, {}}, "owner_blocks has 1 blocks of 4 tokens: 5 tokens do not fit");
   refused({1, 2}, {1}, {{0, 5}, {}}, "into has 1 blocks");
   refused({1, 2}, {3, 3}, {}, "into names a block twice");
+  refused({100, 1, 100}, {100, 1, 2}, {{4, 12}, {}},
+          "owner_blocks names block 100 but there are 100: see index 2");
+  refused({1, 2, 4}, {100, 3, 3}, {{4, 12}, {}}, "into names a block twice: 3, again at index 2");
   refused({1, 2}, {3, 4}, {{5, 4}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{9, UINT32_MAX}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{}, {2, 1}}, "layers");
