@@ -17,6 +17,7 @@ class Fault(NamedTuple):
     inflict: Callable[[World], Awaitable[None]]
     spares_members: bool = False
     spares_handoffs: bool = False
+    leaves_one: bool = False
 
     @property
     def cuts_coordinators(self) -> bool:

@@ -76,12 +76,14 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
         any(fault.cuts_coordinators for fault in chosen)
         and any(fault.inflict is faults.duplicate for fault in chosen)
     )
-    world.failures_count = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
+    world.handoffs.must_succeed = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
+    world.leaves_one = len(world.seats) > 1 and all(fault.leaves_one for fault in chosen)
     before = {worker: worker.num_rejoins for worker in world.running()}
-    beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones())]
+    beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones(), world.look_for_hung_ones())]
 
     async def later(fault: Fault) -> None:
         await asyncio.sleep(chance.uniform(2.0, 12.0))
+        world.ledger.done[f"fault, {fault.name}"] += 1
         await fault.inflict(world)
 
     await asyncio.gather(*map(later, chosen))
@@ -95,8 +97,9 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     for task in beside:
         task.cancel()
     await asyncio.sleep(CLAIM_S + 2.0)
-    world.spares_members = world.failures_count = False
-    await world.check_hand_offs()
+    world.spares_members = world.handoffs.must_succeed = world.leaves_one = False
+    await world.check_restart()
+    await world.check_calls()
     await world.check_bounds()
 
 

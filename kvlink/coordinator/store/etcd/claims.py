@@ -94,6 +94,8 @@ class EtcdClaims:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
         key = self._layout.claim_record(claim.request_id)
         reader = claim.reader, claim.claim_id
+        if (writing := self._running.get(claim.request_id)) is not None:
+            await asyncio.wait([writing])  # it may be the record of this claim
         try:
             for _ in range(MAX_TRIES):
                 request = self._mirror.requests.get(claim.request_id)
