@@ -34,6 +34,7 @@ class SimulatedEtcd:
         self.on_expired: Callable[[list[bytes]], None] = lambda keys: None
         """Is told of keys whose lease was not renewed."""
         self.num_calls = 0
+        self.loses_renewals = False
         self.leader: Member | None = None
         self.one_at_a_time = asyncio.Lock()
         """For what happens to its processes and data."""
@@ -225,6 +226,8 @@ class Member:
         try:
             async for request in requests:
                 number = request.ID
+                if self._cluster.loses_renewals and self._cluster.network.chance.random() < 0.5:
+                    raise Refusal(grpc.StatusCode.UNAVAILABLE, "the stream was reset")
                 ttl_s = await self._agreed(lambda data, number=number: data.renew(number, true_time()))  # type: ignore[misc]
                 await context.write(pb.LeaseKeepAliveResponse(ID=number, TTL=ttl_s))
         except Refusal as refusal:

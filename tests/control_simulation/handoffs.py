@@ -92,6 +92,24 @@ class Handoffs:
                 if kind == "asked again":
                     self._after(claiming, lambda: None, partial(self._ask_again, each, claiming))
 
+    def offer(self, owner: Worker) -> str:
+        """Offers a request that is claimed later, if at all."""
+        request_id = f"r{next(self._requests)}"
+        self._begun.append(true_time())
+        owner.offer(request_id)
+        return request_id
+
+    def take(self, request_id: str, owner: Worker, reader: Worker, must_succeed: bool) -> None:
+        """Claims it."""
+        self.under_way[request_id] = [reader]
+
+        def ended(well: bool) -> None:
+            self._ended(request_id, [owner], "refused at first", reader, well)
+            if must_succeed and not well:
+                self._ledger.violated(f"{request_id}, refused at first, was not offered again by {owner}")
+
+        reader.claim(request_id, False, ended)
+
     def _after(self, first: asyncio.Task[object], then: Callable[[], object], last: Callable[[], object]) -> None:
         async def run() -> None:
             await asyncio.wait([first])

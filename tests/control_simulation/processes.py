@@ -59,7 +59,7 @@ class SimulatedLoop(VirtualLoop):
     def __init__(self) -> None:
         super().__init__()
         self.processes: list[Process] = []
-        self._at_once = (0.0, 0)
+        self._at_once = [0.0, 0]
 
     def time(self) -> float:
         """Returns the time by the clock of the process that asks."""
@@ -83,9 +83,10 @@ class SimulatedLoop(VirtualLoop):
 
     def check_time_passes(self) -> None:
         """Raises RuntimeError if it does not."""
-        at, number = self._at_once
-        self._at_once = (at, number + 1) if at == super().time() else (super().time(), 0)
-        if number > _MOST_AT_ONCE:
+        if self._at_once[0] != (true_s := super().time()):
+            self._at_once = [true_s, 0]
+        self._at_once[1] += 1
+        if self._at_once[1] > _MOST_AT_ONCE:
             raise RuntimeError("a timer is always due again at once: the clock stands still")
 
     def end_processes(self) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 
 from control_simulation import etcd_faults, faults, workers
 from control_simulation.faults import Fault
+from control_simulation.handoffs import KINDS
 from control_simulation.processes import SimulatedLoop
 from control_simulation.workers import CLAIM_S
 from control_simulation.world import LEASE_S, World
@@ -21,8 +22,36 @@ from control_simulation.world import LEASE_S, World
 T = TypeVar("T")
 
 _NUM_ROUNDS = 5
+_CALLS = (
+    "claim",
+    "claim cancelled",
+    "claim sent again",
+    "claim withdrawn late",
+    "claim after the end",
+    "denied",
+    "drain",
+    "find",
+    "find, in vain",
+    "handoff in vain",
+    "join",
+    "no lookup",
+    "prefix found at rest",
+    "prefix withdrawn",
+    "settle",
+    "settle, in vain",
+    "settle at rest",
+    "visit",
+    "visit, in vain",
+    "visit at rest",
+)
 _KINDS = {0: faults.ALONE, 1: etcd_faults.SINGLE, 3: etcd_faults.REPLICATED}
 """By the number of etcd's members."""
+
+
+def kinds_of_events() -> list[str]:
+    """Returns what can occur in a run."""
+    inflicted = {fault.name for kinds in _KINDS.values() for fault in kinds}
+    return sorted([*(f"fault, {name}" for name in inflicted), *(f"handoff, {kind}" for kind in KINDS), *_CALLS])
 
 
 class Outcome(NamedTuple):
@@ -77,6 +106,7 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
         and any(fault.inflict is faults.duplicate for fault in chosen)
     )
     world.handoffs.must_succeed = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
+    world.has_one_fault = len(chosen) == 1
     world.leaves_one = len(world.seats) > 1 and all(fault.leaves_one for fault in chosen)
     before = {worker: worker.num_rejoins for worker in world.running()}
     beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones(), world.look_for_hung_ones())]

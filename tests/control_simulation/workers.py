@@ -341,7 +341,7 @@ class Worker:
     def let_drain(self, owner: Worker) -> asyncio.Task[bool]:
         async def call() -> None:
             async with AgentClient(owner.address, security=self._security) as agent:
-                await agent.drain(owner.worker_id, owner.epoch)
+                await agent.drain(WorkerEpoch(owner.worker_id, owner.epoch))
 
         return self._try(call())
 

@@ -101,6 +101,7 @@ class World:
         """Likewise, of etcd's members."""
         self.spares_members = False
         """No worker may lose its lease."""
+        self.has_one_fault = False
         self.leaves_one = False
         """There is a coordinator that nothing happens to, and an etcd."""
         self.limits = Limits()
