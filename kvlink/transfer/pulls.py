@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlink import _core
-from kvlink.background import ControlThread
 from kvlink.errors import (
     Cancelled,
     KVLinkError,
@@ -24,6 +23,7 @@ from kvlink.errors import (
     TransportUnavailable,
     UnknownRequest,
 )
+from kvlink.runtime.background import ControlThread
 from kvlink.runtime.supervised import guarded, start_job
 from kvlink.ticket import Ticket
 from kvlink.transfer.completion import QueueReader
