@@ -35,6 +35,8 @@ class SimulatedEtcd:
         """Is told of keys whose lease was not renewed."""
         self.num_calls = 0
         self.loses_renewals = False
+        self.lags_by_s = 0.0
+        """Every other watch is told of changes so much later."""
         self.leader: Member | None = None
         self.one_at_a_time = asyncio.Lock()
         """For what happens to its processes and data."""
@@ -116,6 +118,7 @@ class Member:
         self.host = host
         self.address = f"{host}:{PORT}"
         self.applied = 1
+        self._num_watches = 0
         self._cluster = cluster
         self._number = number
         self._changed = asyncio.Event()
@@ -238,6 +241,8 @@ class Member:
         request = (await anext(requests)).create_request
         data, begin = self._cluster.data, request.start_revision or self.applied + 1
         await context.write(pb.WatchResponse(header=self._header_applied(), created=True))
+        self._num_watches += 1
+        lags = self._num_watches % 2
         led_at = true_time()
         while data is self._cluster.data:
             if begin < data.compacted:
@@ -250,6 +255,7 @@ class Member:
             for events in list(data.since(begin, self.applied)):
                 seen = [event for event in events if request.key <= event.kv.key < request.range_end]
                 if seen:
+                    await asyncio.sleep(lags * self._cluster.lags_by_s * self._cluster.network.chance.random())
                     await context.write(pb.WatchResponse(header=self._header_applied(), events=seen))
             begin = max(begin, self.applied + 1)
             leader = self._cluster.leader

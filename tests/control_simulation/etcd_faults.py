@@ -116,6 +116,13 @@ async def renewals_lost(world: World) -> None:
     world.store.loses_renewals = False
 
 
+async def watches_lag(world: World) -> None:
+    """What one coordinator has written, another one learns late."""
+    world.store.lags_by_s = 0.3
+    await pause(world, 10.0, 40.0)
+    world.store.lags_by_s = 0.0
+
+
 _SHARED = (
     *faults.OF_WORKERS,
     *(
@@ -130,6 +137,7 @@ _SHARED = (
         Fault(inflict, spares_members=True, spares_handoffs=True)
         for inflict in (
             renewals_lost,
+            watches_lag,
             faults.coordinator_cut_off,
             coordinator_without_etcd,
             coordinator_without_history,

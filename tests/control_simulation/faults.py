@@ -30,6 +30,11 @@ class Fault(NamedTuple):
         return self.inflict is coordinator_cut_off
 
     @property
+    def is_duplicate(self) -> bool:
+        """A second process wants the worker_id of one that runs."""
+        return self.inflict in (duplicate, duplicate_at_one_address)
+
+    @property
     def name(self) -> str:
         return self.inflict.__name__
 

@@ -25,7 +25,7 @@ from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.prefix_values import Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.security import incarnation_of
-from kvlink.control.values import Claim, Renewal, SettleOrder, WorkerEpoch
+from kvlink.control.values import Claim, PushKind, Renewal, SettleOrder, WorkerEpoch
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.types import Joined
 
@@ -407,7 +407,9 @@ class Worker:
         stream = self.client.keep_alive()
         try:
             await stream.send(Beat(worker_id, epoch))
-            await asyncio.wait_for(stream.receive(), 2.0)
+            push = await asyncio.wait_for(stream.receive(), 2.0)
+            if push is not None and push.kind is PushKind.REJOIN:
+                raise CoordinatorUnavailable("it does not know the victim")
         except asyncio.TimeoutError:
             raise CoordinatorUnavailable("no answer") from None
         finally:

@@ -102,6 +102,7 @@ class World:
         self.spares_members = False
         """No worker may lose its lease."""
         self.has_one_fault = False
+        """Beside those that cost no worker its lease."""
         self.leaves_one = False
         """There is a coordinator that nothing happens to, and an etcd."""
         self.limits = Limits()
