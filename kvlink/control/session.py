@@ -223,6 +223,7 @@ class Session:
         at = now()
         known = [self._offers[request_id] for request_id in request_ids if request_id in self._offers]
         live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + _LEAST_TTL_S]
+        assert all(offer.ttl_s <= self._offers[offer.request_id][1] - at for offer in live)
         if not live:
             return set()
         async with self._client.handoffs() as stream:

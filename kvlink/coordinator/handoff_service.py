@@ -133,6 +133,7 @@ class HandoffServer:
         else:
             self._waiting[answer] = number, claim
             self._answers[number] = answer
+            assert len(self._answers) == len(self._waiting)
             answer.on_answer = self._note_late_answer
 
     def _note_late_answer(self, answer: _Answer) -> None:

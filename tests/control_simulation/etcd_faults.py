@@ -119,7 +119,10 @@ async def renewals_lost(world: World) -> None:
 async def watches_lag(world: World) -> None:
     """What one coordinator has written, another one learns late."""
     world.store.lags_by_s = 0.3
-    await pause(world, 10.0, 40.0)
+    for _ in range(10):
+        await pause(world, 0.5, 2.0)
+        if len(running := world.running()) >= 3:
+            world.handoffs.begin("offered again", *world.chance.sample(running, 3))
     world.store.lags_by_s = 0.0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from control_simulation.processes import Process
+from control_simulation.workers import CLAIM_S
 from control_simulation.world import CoordinatorSeat, World
 
 from kvlink.control.limits import Limits
@@ -192,7 +193,7 @@ async def coordinator_killed_when_full(world: World) -> None:
         for request_id in requests:
             world.handoffs.take(request_id, owner, reader, must_succeed=world.has_one_fault)
             await asyncio.sleep(0.5)
-        await asyncio.sleep(10.0)
+        await asyncio.sleep(CLAIM_S + 2.0)
         seat.kill()
         seat.start()
 

@@ -28,6 +28,7 @@ KINDS = (
 )
 _OFTEN = (8, 4, 2, 2, 2, 2, 2, 2, 1, 1)
 _SHORT_TTL_S = 12.0
+_PATIENCE_S = 10.0
 _KEPT_S = TTL_S + 25.0
 """Tickets that are over are deleted a little later, and again when that failed."""
 
@@ -127,11 +128,13 @@ class Handoffs:
 
     async def _replace(self, request_id: str, owner: Worker, other: Worker) -> None:
         """The owner offers another ticket, which another reader gets."""
-        await asyncio.wait([owner.offer(request_id, version=1)])
+        offering = owner.offer(request_id, version=1)
+        await asyncio.wait([offering], timeout=_PATIENCE_S)  # the process may be killed
         taking = other.claim(request_id, False, lambda well: None)
-        await asyncio.wait([taking])
+        await asyncio.wait([taking], timeout=_PATIENCE_S)
         third = self._chance.choice((owner, other))
-        self._after(asyncio.ensure_future(asyncio.sleep(0.3)), lambda: third.claim(request_id, True, lambda well: None, timeout_s=1.0), lambda: None)
+        later = asyncio.get_running_loop().call_later
+        later(0.3, lambda: third.claim(request_id, True, lambda well: None, timeout_s=1.0))
 
     def _ask_again(self, reader: Worker, claiming: asyncio.Task[Asked | None]) -> None:
         asked = claiming.result() if not claiming.cancelled() else None

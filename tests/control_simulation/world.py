@@ -287,6 +287,20 @@ class World:
             if not (visited.done() and visited.result()):
                 self.ledger.violated(f"the agent of {owner} does not answer as it should")
         await asyncio.gather(*map(self._check_found, ring))
+        await self._check_withdrawn(ring[0])
+
+    async def _check_withdrawn(self, owner: Worker) -> None:
+        if any(seat.is_older for seat in self.seats):  # its publisher may have backed off
+            return
+        owner.withdraw()
+        await asyncio.sleep(3.0)
+        for seat in self.seats:
+            if seat.address == owner.client.next_address and not seat.is_older:
+                directory = seat.coordinator._prefixes._directories.get("")
+                name = (owner.worker_id, owner.epoch)
+                if directory is not None and name in directory.publishers():
+                    self.ledger.violated(f"{seat.process} still has what {owner} has withdrawn")
+        owner.publish()
 
     async def _check_found(self, owner: Worker) -> None:
         """A claim that timed out may have sent the owner to another coordinator, which learns of its prefix soon."""

@@ -178,6 +178,8 @@ class EtcdClaims:
     async def _give(self, waiter: _Waiter, serving: Serving, record: Claimed) -> None:
         """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
         name = waiter.claim.request_id
+        assert record.tickets == tuple(each.digest for each in serving.tickets)
+        assert (waiter.claim.reader, waiter.claim.claim_id) in record.readers
         key = self._layout.claim_record(name)
         compare = [
             unchanged(key, serving.before),

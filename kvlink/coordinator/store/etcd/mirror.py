@@ -296,3 +296,4 @@ class Mirror:
         self.num_free += len(mine) - before
         if not mine:
             del self._free[ticket.offer.worker_id]
+        assert not (free and ticket.expired) and self.num_free >= len(mine)
