@@ -40,8 +40,9 @@ _COSTS = {
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
     "watch each other": ("cpu_s", "deliveries"),
 }
-"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out). Those of a
-handoff must not grow."""
+"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out).
+
+Those of a handoff must not grow."""
 
 _JOINING_LEASE_S = 600.0
 """The lease while workers join. They send four heartbeats per lease, so a short one would add to joining."""

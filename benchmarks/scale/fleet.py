@@ -53,7 +53,11 @@ def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row
     yield {"what": "tickets", "workers": workers, **_offer(load, workers, tickets)}
     yield {"what": "idle", "workers": workers, **_idle(load, workers, idle_s)}
     for what, count, batched in (("handoffs", _HANDOFFS, False), ("streamed handoffs", 4 * _HANDOFFS, True)):
-        yield {"what": what, "workers": workers, **_hand_offs(load, max(count, 0 if batched else workers), batched)}
+        yield {
+            "what": what,
+            "workers": workers,
+            **_hand_offs(load, max(count, 0 if batched else workers), batched),
+        }
     yield {"what": "first list", "workers": workers, **asyncio.run(_first_lists(load, workers))}
     yield {"what": "restart", "workers": workers, **restart(load, workers, tickets)}
 

@@ -229,7 +229,9 @@ class SimulatedChannel:
         self._calls: dict[ClientCall, None] = {}
 
     def unary_unary(self, path: str) -> Callable[..., Any]:
-        return lambda blob, timeout, metadata=None: _UnaryCall(ClientCall(self, path, metadata), blob, timeout)
+        return lambda blob, timeout, metadata=None: _UnaryCall(
+            ClientCall(self, path, metadata), blob, timeout
+        )
 
     def unary_stream(self, path: str) -> Callable[..., ClientCall]:
         def call(blob: bytes, metadata: Metadata | None = None) -> ClientCall:

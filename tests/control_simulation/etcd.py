@@ -255,7 +255,9 @@ class Member:
             for events in list(data.since(begin, self.applied)):
                 seen = [event for event in events if request.key <= event.kv.key < request.range_end]
                 if seen:
-                    await asyncio.sleep(lags * self._cluster.lags_by_s * self._cluster.network.chance.random())
+                    await asyncio.sleep(
+                        lags * self._cluster.lags_by_s * self._cluster.network.chance.random()
+                    )
                     await context.write(pb.WatchResponse(header=self._header_applied(), events=seen))
             begin = max(begin, self.applied + 1)
             leader = self._cluster.leader

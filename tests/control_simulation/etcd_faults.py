@@ -117,7 +117,7 @@ async def renewals_lost(world: World) -> None:
 
 
 async def watches_lag(world: World) -> None:
-    """What one coordinator has written, another one learns late."""
+    """Another coordinator learns late what one has written."""
     world.store.lags_by_s = 0.3
     for _ in range(10):
         await pause(world, 0.5, 2.0)

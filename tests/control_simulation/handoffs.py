@@ -85,7 +85,11 @@ class Handoffs:
                 request_id, partial(self._replace, request_id, owner, other), partial(ended, reader)
             )
         elif kind == "offered again":
-            self._after(offering, lambda: owner.offer(request_id, version=1), partial(self._race, request_id, owner, reader))
+            self._after(
+                offering,
+                lambda: owner.offer(request_id, version=1),
+                partial(self._race, request_id, owner, reader),
+            )
         else:
             for number, each in enumerate(readers):
                 seat = number if kind == "two readers" else 0
@@ -111,7 +115,9 @@ class Handoffs:
 
         reader.claim(request_id, False, ended)
 
-    def _after(self, first: asyncio.Task[object], then: Callable[[], object], last: Callable[[], object]) -> None:
+    def _after(
+        self, first: asyncio.Task[object], then: Callable[[], object], last: Callable[[], object]
+    ) -> None:
         async def run() -> None:
             await asyncio.wait([first])
             second = then()

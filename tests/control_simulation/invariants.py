@@ -11,8 +11,8 @@ from typing import NamedTuple
 from control_simulation.processes import true_time
 
 MOST_PER_S = {"lines": 1.0, "messages": 150.0, "store calls": 40.0, "steps": 600.0}
-"""Of the fleet, over a round: warnings and errors that are logged, messages on the network, calls that etcd answers,
-and callbacks that coordinators run."""
+"""Bounds the fleet over a round: warnings and errors that are logged, messages on the network, calls that etcd
+answers, and callbacks that coordinators run."""
 LATEST_S = 45.0
 """A ticket's time counts from its arrival at the store, which faults delay by no more than this."""
 
@@ -38,7 +38,7 @@ class _Grant(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a claim is, for who judges its answer."""
+    """Describes a claim, for who judges its answer."""
 
     request_id: str
     claim_id: bytes
@@ -48,13 +48,13 @@ class Asked(NamedTuple):
 
 
 class Ledger:
-    """Offers, claims and epochs of a whole run. An era ends when the store forgets: what comes after is not compared."""
+    """Keeps offers, claims and epochs of a run. An era ends when the store forgets: what follows is not compared."""
 
     def __init__(self) -> None:
         self.era = 0
         self.violations: list[str] = []
         self.done: Counter[str] = Counter()
-        """What happened, by kind."""
+        """Counts events by kind."""
         self.peaks: dict[str, float] = {}
         self.settles: dict[int, str] = {}
         """Maps slots to the process that is to settle them."""
@@ -89,7 +89,7 @@ class Ledger:
     def claimed(self, asked: Asked, tickets: list[bytes]) -> None:
         """By a reader that was answered."""
         self.done["claim"] += 1
-        request_id, claim_id, at, era, reader = asked
+        request_id, claim_id, _, era, reader = asked
         by_rank = self._offers[request_id]
         if len(tickets) != len(by_rank):
             self.violated(f"a claim of {request_id} got {len(tickets)} tickets of {len(by_rank)} ranks")
@@ -119,7 +119,7 @@ class Ledger:
                 f"a claim of {asked.request_id} got a ticket {asked.at - ticket.until:.0f} s after its time"
             )
         for each in later if is_first else ():
-            if each.acked_at < asked.at and each.acked_in == asked.era == self.era:
+            if each.acked_at <= asked.at and each.acked_in == asked.era == self.era:
                 self.violated(f"a claim of {asked.request_id} got a ticket that had been replaced")
 
     def given_back(self, asked: Asked) -> None:
@@ -131,9 +131,13 @@ class Ledger:
         """To a process that joined; the era in which it asked."""
         self.done["join"] += 1
         last = self._epochs.get(worker_id)
-        if last is not None and last.process != process and epoch <= last.epoch:
-            if last.era == asked_in == self.era:
-                self.violated(f"epoch {epoch} of {worker_id} was given to {process} after {last}")
+        if (
+            last is not None
+            and last.process != process
+            and epoch <= last.epoch
+            and last.era == asked_in == self.era
+        ):
+            self.violated(f"epoch {epoch} of {worker_id} was given to {process} after {last}")
         self._epochs[worker_id] = _Grant(epoch, process, self.era)
 
 

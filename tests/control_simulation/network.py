@@ -154,9 +154,7 @@ class Pipe:
     def look(self) -> None:
         """Sends again what was held up, if the way is free."""
         if self._held and not self._network.is_cut(self._source.host, self._target.host):
-            self._last = max(
-                self._last, true_time() + self._network.chance.uniform(0, 1)
-            )
+            self._last = max(self._last, true_time() + self._network.chance.uniform(0, 1))
             while self._held:
                 self._post(*self._held.popleft())
 

@@ -53,7 +53,9 @@ _KINDS = {0: faults.ALONE, 1: etcd_faults.SINGLE, 3: etcd_faults.REPLICATED}
 def kinds_of_events() -> list[str]:
     """Returns what can occur in a run."""
     inflicted = {fault.name for kinds in _KINDS.values() for fault in kinds}
-    return sorted([*(f"fault, {name}" for name in inflicted), *(f"handoff, {kind}" for kind in KINDS), *_CALLS])
+    return sorted(
+        [*(f"fault, {name}" for name in inflicted), *(f"handoff, {kind}" for kind in KINDS), *_CALLS]
+    )
 
 
 class Outcome(NamedTuple):
@@ -104,15 +106,17 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     if world.etcd is not None:
         world.store_victim = chance.randrange(len(world.etcd.members))
     world.spares_members = all(fault.spares_members for fault in chosen) and not (
-        any(fault.cuts_coordinators for fault in chosen)
-        and any(fault.is_duplicate for fault in chosen)
+        any(fault.cuts_coordinators for fault in chosen) and any(fault.is_duplicate for fault in chosen)
     )
     world.handoffs.must_succeed = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
     harmless = [fault for fault in chosen if fault.spares_members and not fault.is_duplicate]
     world.has_one_fault = len(chosen) - len(harmless) <= 1
     world.leaves_one = len(world.seats) > 1 and all(fault.leaves_one for fault in chosen)
     before = {worker: worker.num_rejoins for worker in world.running()}
-    beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones(), world.look_for_hung_ones())]
+    beside = [
+        asyncio.ensure_future(each)
+        for each in (world.traffic(), world.look_for_stale_ones(), world.look_for_hung_ones())
+    ]
 
     async def later(fault: Fault) -> None:
         await asyncio.sleep(chance.uniform(2.0, 12.0))
@@ -158,7 +162,10 @@ def in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, An
     random.seed(chance.random())
     loop = SimulatedLoop()
     try:
-        with mock.patch.object(os, "urandom", random.randbytes), mock.patch.object(agent, "off_loop", _at_once):
+        with (
+            mock.patch.object(os, "urandom", random.randbytes),
+            mock.patch.object(agent, "off_loop", _at_once),
+        ):
             return loop.run_until_complete(main(chance))
     finally:
         random.setstate(before)

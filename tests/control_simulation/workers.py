@@ -154,7 +154,9 @@ class Worker:
 
     def _note_settled(self, slot: int, nonce: int) -> bool:
         if self._ledger.settles.get(slot) != self.process.name or nonce != 1000 + slot:
-            self._ledger.violated(f"{self.process} is told to settle {slot} of {self._ledger.settles.get(slot)}")
+            self._ledger.violated(
+                f"{self.process} is told to settle {slot} of {self._ledger.settles.get(slot)}"
+            )
         self.settled.add(slot)
         return True
 
@@ -329,7 +331,9 @@ class Worker:
             name = owner.worker_id, owner.epoch
             async with AgentClient(owner.address, security=self._security) as agent:
                 card = await agent.card()
-                if (card.worker_id, card.epoch) != name or not await agent.settle(SettleOrder(*name, slot, 1000 + slot)):
+                if (card.worker_id, card.epoch) != name or not await agent.settle(
+                    SettleOrder(*name, slot, 1000 + slot)
+                ):
                     raise CoordinatorError("another one")
                 unknown = await agent.renew(Renewal(*name, [(slot, 1000 + slot), (slot, 1)]))
                 reply = await agent.connect(*name, "tcp", [b"hello"])
@@ -399,7 +403,9 @@ class Worker:
                 self._ledger.done["denied"] += 1
                 return
             if runs_before:
-                self._ledger.violated(f"{self.process} may act as {victim.process}: call {number % len(calls)}")
+                self._ledger.violated(
+                    f"{self.process} may act as {victim.process}: call {number % len(calls)}"
+                )
 
         self.process.start(run())
 

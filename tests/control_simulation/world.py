@@ -40,7 +40,7 @@ _LOOKUPS = 7
 """So often a prefix is looked up, every 2 s. Its owner asks every 10 s whether the directory has it, and every 30 s
 where a coordinator has none."""
 _MOST_KEPT_BYTES = 20_000
-"""Of messages, while no call runs but streams and watches."""
+"""Bounds the messages that are kept while no call runs but streams and watches."""
 
 
 class CoordinatorSeat:
@@ -64,9 +64,7 @@ class CoordinatorSeat:
         self.process.start(self._serve())
 
     async def _serve(self) -> None:
-        security = SimulatedSecurity(
-            network=self._world.network, process=self.process, older=self.is_older
-        )
+        security = SimulatedSecurity(network=self._world.network, process=self.process, older=self.is_older)
         self.store = self._world.make_store(security)
         self.coordinator = Coordinator(self.store, LEASE_S, security=security)
         await self.coordinator.start(self.host, _PORT)
@@ -106,7 +104,7 @@ class World:
         self.leaves_one = False
         """There is a coordinator that nothing happens to, and an etcd."""
         self.limits = Limits()
-        """Of coordinators in memory that start from now on."""
+        """Bounds coordinators in memory that start from now on."""
         self.handoffs = Handoffs(chance, self.ledger)
         self._num_survived = sum(failures().values())
         self._slots = 0
@@ -269,7 +267,7 @@ class World:
         settling, visiting = [], []
         for number, owner in enumerate(ring):
             reader, other = ring[(number + 1) % len(ring)], ring[(number + 2) % len(ring)]
-            for kind in (_AT_REST if number == 0 else ("plain", "offered again")):
+            for kind in _AT_REST if number == 0 else ("plain", "offered again"):
                 self.handoffs.begin(kind, owner, reader, other)
             slot = self.slot()
             settling.append((owner, slot, reader.settle(owner, slot, bool(number % 2))))

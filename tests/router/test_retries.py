@@ -183,7 +183,9 @@ def test_each_row_of_the_page_is_played() -> None:
     assert rows[: len(ROWS)] == list(ROWS)
     assert len(table[2 : 2 + len(ROWS)]) == len(ROWS)
     played = {how for hows in ROWS.values() for how in hows} - {"own limit"}
-    cells = [mark for test in (test_prefill, test_decode) for mark in test.pytestmark if "one" in mark.args[0]]
+    cells = [
+        mark for test in (test_prefill, test_decode) for mark in test.pytestmark if "one" in mark.args[0]
+    ]
     assert played == {row[0] for mark in cells for row in mark.args[1]}
 
 
@@ -208,8 +210,9 @@ async def test_one_failure_of_each_role_is_not_the_end(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [(429, Seen(429, 2, 0)), (500, Seen(500, 2, 0)), (CUT, Seen(502, 2, 0)), (GONE, Seen(503, 0, 0))]
-)  # fmt: skip
+    ("how", "expected"),
+    [(429, Seen(429, 2, 0)), (500, Seen(500, 2, 0)), (CUT, Seen(502, 2, 0)), (GONE, Seen(503, 0, 0))],
+)
 async def test_without_leave_to_recompute_the_client_gets_prefills_last_answer(
     how: str | int, expected: Seen
 ) -> None:

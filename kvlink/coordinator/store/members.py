@@ -153,5 +153,5 @@ class Members:
         self._excused.discard(worker_id)
         card = self._cards.pop(worker_id)
         self.card_bytes -= num_bytes(card)
-        assert self.card_bytes >= 0 and (self.card_bytes > 0) == bool(self._cards)
+        assert (self.card_bytes > 0) == bool(self._cards)
         return WorkerChange(Joined.DOWN, card)

@@ -255,7 +255,7 @@ class PendingOffers(Generic[W]):
         if isinstance(self._ended.pop(request_id, None), _Claimed):
             self._claimed_bytes -= self._claimed.pop(request_id)
             self._claimed_until.discard(request_id)
-            assert self._claimed_bytes >= 0 and len(self._claimed) <= len(self._ended)
+            assert self._claimed_bytes >= 0
 
     def _make_room(self) -> None:
         """Drops the oldest claimed tickets, kept for repeated claims, if unclaimed tickets need their room."""

@@ -296,4 +296,5 @@ class Mirror:
         self.num_free += len(mine) - before
         if not mine:
             del self._free[ticket.offer.worker_id]
-        assert not (free and ticket.expired) and self.num_free >= len(mine)
+        assert self.num_free >= len(mine)
+        assert not (free and ticket.expired)
