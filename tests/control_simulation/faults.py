@@ -188,8 +188,8 @@ async def coordinator_killed_when_full(world: World) -> None:
         seat.kill()
         world.limits = Limits(tickets=3)
         seat.start()
-        world.limits = Limits()
         await asyncio.sleep(8.0)
+        world.limits = Limits()
         for request_id in requests:
             world.handoffs.take(request_id, owner, reader, must_succeed=world.has_one_fault)
             await asyncio.sleep(0.5)
