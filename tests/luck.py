@@ -25,6 +25,7 @@ _CLOCK_OWNERS = {"time", *_LOOPS}
 _ALLOWED = {
     "control/replicas.py": "stands in for coordinators of tests in virtual time",
     "control/fleet.py": "load for tests outside the gate",
+    "control_simulation/mutants.py:_hunt": "says how long a fault took to find; it judges nothing by that",
     "control_simulation/__main__.py:main": "says how long the seeds took; it judges nothing by that",
     "integrations/batching_peer.py": "the peers of test_transformers.py, which is outside the gate",
     "integrations/sglang_stand_in.py": "reads the clock as the class that it stands for does; no test waits for it",

@@ -25,18 +25,24 @@ from .watchers import fan_out, watch_each_other
 MEMORY, ETCD = "memory", "etcd"
 _WATCH_EACH_OTHER = 128
 """The largest number of workers: n of them take n² deliveries."""
+_WATCHERS = 4_000
+"""The largest number of watchers: each gets the cards of as many workers first."""
 _COSTS = {
     "join": ("cpu_s", "store_cpu_s"),
     "memory": ("private_mib",),
     "idle": ("core_percent", "store_core_percent"),
     "tickets": ("private_mib",),
+    "handoffs": ("cpu_us", "store_cpu_us"),
+    "streamed handoffs": ("cpu_us", "store_cpu_us"),
     "restart": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "lost replica": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "first list": ("cpu_ms", "list_bytes"),
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
     "watch each other": ("cpu_s", "deliveries"),
 }
-"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out)."""
+"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out).
+
+Those of a handoff must not grow."""
 
 _JOINING_LEASE_S = 600.0
 """The lease while workers join. They send four heartbeats per lease, so a short one would add to joining."""
@@ -74,7 +80,8 @@ def parts(
 
     def of(count: int) -> Iterator[Row]:
         phases: list[tuple[Phase, int, float]] = [(joining, 1, _JOINING_LEASE_S)] * joinings
-        phases += [(joined, 1, lease_s), (watched, 1, lease_s)]
+        phases += [(joined, 1, lease_s)]
+        phases += [(watched, 1, lease_s)] if count <= _WATCHERS else []
         phases += [(watch_each_other, 1, lease_s)] if count <= _WATCH_EACH_OTHER else []
         phases += [(lost, 2, lease_s)] if store != MEMORY else []
         for phase, replicas, lasting_s in phases:

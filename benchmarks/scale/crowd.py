@@ -27,6 +27,7 @@ _TICKET_BYTES = 1_100  # the ticket of 4,096 tokens in blocks of 16
 _TTL_S = 3_600.0
 _AT_ONCE = 32
 """The number of calls that one process has in flight."""
+_STREAMS = 8
 _WITHIN_S = 60.0
 _EVERY_S = 0.01
 _REPORT = WorkerReport(
@@ -76,6 +77,15 @@ class Crowd:
             claims = [handoffs.claim(Claim(offer.request_id, _WITHIN_S)) for offer in self._offers]
             brought = await asyncio.gather(*claims, return_exceptions=True)
         return brought == [[offer.ticket] for offer in self._offers]
+
+    async def hand_off(self, count: int, batched: bool) -> bool:
+        """Makes `count` handoffs from each worker here to the next. Returns whether each claim got its own ticket."""
+        pairs = list(zip(self._sessions, [*self._sessions[1:], self._sessions[0]], strict=True))
+        if batched:
+            pairs = pairs[:_STREAMS]
+        each = -(-count // len(pairs))
+        jobs = [_hand_off(*pair, range(each), batched) for pair in pairs]
+        return all(await _few_at_once(jobs))
 
     async def beats(self) -> tuple[int, int]:
         """Returns how many heartbeats were sent so far, and how often workers had to join again."""
@@ -169,6 +179,27 @@ def _offer(worker: WorkerCard, number: int) -> Offer:
     request_id = f"cmpl-{worker.worker_id}-{number:016d}"
     ticket = request_id.encode().ljust(_TICKET_BYTES)
     return Offer(request_id, worker.worker_id, worker.epoch, _TTL_S, 0, 1, 1, ticket)
+
+
+async def _hand_off(
+    owner: tuple[CoordinatorClient, Session],
+    reader: tuple[CoordinatorClient, Session],
+    numbers: range,
+    batched: bool,
+) -> bool:
+    offers = [_offer(owner[1].card, number)._replace(ttl_s=_WITHIN_S) for number in numbers]
+    offers = [offer._replace(request_id=f"now-{batched}-{offer.request_id}") for offer in offers]
+    if not batched:
+        brought = []
+        for offer in offers:
+            await owner[0].offer(offer)
+            brought.append(await reader[0].claim(offer.request_id, _WITHIN_S))
+        return brought == [[offer.ticket] for offer in offers]
+    async with owner[0].handoffs() as out, reader[0].handoffs() as into:
+        sent = [out.offer(offer) for offer in offers]
+        brought = await asyncio.gather(*(into.claim(Claim(offer.request_id, _WITHIN_S)) for offer in offers))
+        await asyncio.gather(*sent)
+    return brought == [[offer.ticket] for offer in offers]
 
 
 def _ignore(slot: int, nonce: int) -> None:

@@ -18,6 +18,7 @@ from .load import Load
 from .losses import restart
 
 _WATCH = CoordinatorCalls.WATCH_WORKERS
+_HANDOFFS = 2_000
 _REPORTS_KEPT = 2
 """The number of each worker's reports that the coordinator keeps."""
 _UNREAD: Method[Watch, bytes] = Method(_WATCH.service, _WATCH.name, _WATCH.request, Codec(bytes, bytes))
@@ -51,6 +52,12 @@ def fleet(load: Load, workers: int, tickets: int, idle_s: float) -> Iterator[Row
     yield {"what": "memory", "workers": workers, **_join(load, workers)}
     yield {"what": "tickets", "workers": workers, **_offer(load, workers, tickets)}
     yield {"what": "idle", "workers": workers, **_idle(load, workers, idle_s)}
+    for what, count, batched in (("handoffs", _HANDOFFS, False), ("streamed handoffs", 4 * _HANDOFFS, True)):
+        yield {
+            "what": what,
+            "workers": workers,
+            **_hand_offs(load, max(count, 0 if batched else workers), batched),
+        }
     yield {"what": "first list", "workers": workers, **asyncio.run(_first_lists(load, workers))}
     yield {"what": "restart", "workers": workers, **restart(load, workers, tickets)}
 
@@ -96,6 +103,20 @@ def _idle(load: Load, workers: int, idle_s: float) -> Row:
         "core_percent_per_1000": round(percent * 1000 / workers, 2),
         "store_core_percent": round(100 * store_s / took_s, 2),
         "verified": beats_now > beats and (status.workers, status.lost_workers, rejoins) == (workers, 0, 0),
+    }
+
+
+def _hand_offs(load: Load, count: int, batched: bool) -> Row:
+    """Hands requests off from worker to worker, over their own connections: one call each, or in 8 streams."""
+    busy_s, store_s, began = load.cpu_s(), load.store_cpu_s(), time.monotonic()
+    right = load.crowds.each("hand_off", count, batched)
+    took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
+    return {
+        "handoffs": count,
+        "per_s": round(count / took_s),
+        "cpu_us": round(1e6 * busy_s / count),
+        "store_cpu_us": round(1e6 * (load.store_cpu_s() - store_s) / count),
+        "verified": all(right),
     }
 
 

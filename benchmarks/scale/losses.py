@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from kvlink.control import CoordinatorClient
 
+from ..harness.processes import BenchError
 from ..measurements.control import Row
 from .load import Load
 from .usage import peak_share
@@ -40,6 +41,8 @@ def _came_back(
     lost_at, rejoined, stall_s, peak = asyncio.run(_come_back(load, lose))
     busy_s, store_s = load.cpu_s() - busy_s, load.store_cpu_s() - store_s
     after_s = sorted(max(0.0, at - lost_at) for at in rejoined)
+    if not after_s:
+        raise BenchError(f"none of {moving} workers came back within a minute")
     status = load.status()
     complete = (status.workers, status.tickets) == (workers, workers * tickets)
     return {

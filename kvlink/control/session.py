@@ -28,6 +28,7 @@ from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 
+_LEAST_TTL_S = 0.001
 _JOIN_TIMEOUT_S = 4.0
 """Bounds one attempt to rejoin. The next attempt follows after a back-off."""
 
@@ -98,10 +99,11 @@ class Session:
         at = now()
         for expired in self._deadlines.due(at):
             self._offers.pop(expired, None)
-        self._offers[offer.request_id] = (offer, at + offer.ttl_s)
-        self._deadlines.set(offer.request_id, at + offer.ttl_s)
+        ends = at + offer.ttl_s
+        self._offers[offer.request_id] = (offer, ends)
+        self._deadlines.set(offer.request_id, ends)
         try:
-            await self._publish(offer, at + timeout_s)
+            await self._publish(offer, at + timeout_s, ends)
         except CoordinatorUnavailable:
             self._rejoin_soon()
             raise
@@ -134,7 +136,8 @@ class Session:
                     "closed without leaving the coordinator worker=%s error=%s", self.card.worker_id, error
                 )
 
-    async def _publish(self, offer: Offer, deadline: float) -> None:
+    async def _publish(self, offer: Offer, deadline: float, ends: float) -> None:
+        deadline = min(deadline, ends)
         while True:
             if not self._joined.is_set():
                 self._doubt.set()
@@ -146,8 +149,9 @@ class Session:
                     "be offered when the coordinator is back"
                 ) from None
             self._check_usable()
+            left = offer._replace(ttl_s=max(_LEAST_TTL_S, min(offer.ttl_s, ends - now())))
             try:
-                await self._client.offer(offer, timeout_s=max(0.001, deadline - now()))
+                await self._client.offer(left, timeout_s=max(0.001, deadline - now()))
                 return
             except NotJoined:  # the coordinator restarted after the last beat
                 self._rejoin_soon()
@@ -217,7 +221,8 @@ class Session:
         """Sends offers that have neither ended nor expired. Returns those that may be accepted later."""
         at = now()
         known = [self._offers[request_id] for request_id in request_ids if request_id in self._offers]
-        live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + 0.001]
+        live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + _LEAST_TTL_S]
+        assert all(offer.ttl_s <= self._offers[offer.request_id][1] - at for offer in live)
         if not live:
             return set()
         async with self._client.handoffs() as stream:

@@ -229,6 +229,7 @@ class PrefixDirectory:
         self.num_steps += 1 + len(copy.parts)
         self.num_bytes -= copy.num_bytes
         del self._copies[copy.name]
+        assert (self.num_bytes > 0) == bool(self._copies), "each copy takes some, and nothing else does"
         self._deadlines.discard(copy.name)
         for publisher in {(part.worker_id, part.epoch) for part in copy.parts.values()}:
             self._forget(publisher, copy)

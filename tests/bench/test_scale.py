@@ -27,7 +27,10 @@ from kvlink.cli.tables import show_parts, show_rows
 
 pytestmark = pytest.mark.verify
 
-PHASES = ["join", "memory", "tickets", "idle", "first list", "restart", "fan-out", "watch each other"]
+PHASES = [
+    *("join", "memory", "tickets", "idle", "handoffs", "streamed handoffs"),
+    *("first list", "restart", "fan-out", "watch each other"),
+]
 
 
 def run(workers: Sequence[int], **options: Any) -> list[Row]:
@@ -50,9 +53,9 @@ def check(rows: list[Row], workers: int, phases: Sequence[str] = PHASES) -> None
 @pytest.mark.timeout(300)  # eight coordinators, one after the other
 def test_every_phase_counts_whom_it_simulates() -> None:
     rows = run([4, 8], processes=2)
-    check(rows[:8], 4)
-    check(rows[8:16], 8)
-    growth = {(row["phase"], row["of"]): row for row in rows[16:]}
+    check(rows[: len(PHASES)], 4)
+    check(rows[len(PHASES) : 2 * len(PHASES)], 8)
+    growth = {(row["phase"], row["of"]): row for row in rows[2 * len(PHASES) :]}
     deliveries = growth["watch each other", "deliveries"]
     assert (deliveries["exponent"], deliveries["from"], deliveries["to"]) == (2.0, 4, 8)
     assert ("restart", "cpu_s") in growth

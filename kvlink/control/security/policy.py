@@ -210,14 +210,15 @@ class Trust:
         def version() -> tuple[Keys, str]:
             return ring.current(), tokens.current() if tokens else ""
 
-        def credentials() -> grpc.ChannelCredentials:
+        def connect() -> grpc.aio.Channel:
             keys, token = version()
-            tls = grpc.ssl_channel_credentials(keys.ca, keys.key, keys.cert)
-            if not token:
-                return tls
-            return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(token))
+            trusted = grpc.ssl_channel_credentials(keys.ca, keys.key, keys.cert)
+            if token:
+                call = grpc.access_token_call_credentials(token)
+                trusted = grpc.composite_channel_credentials(trusted, call)
+            return grpc.aio.secure_channel(address, trusted, options=[*options, *checks])
 
-        return ReloadingChannel(address, [*options, *checks], version, credentials)
+        return ReloadingChannel(version, connect)
 
     def advice(self, sentence: str) -> str:
         """Returns advice for a call that failed with gRPC's `sentence`, or "" if it does not point at trust."""

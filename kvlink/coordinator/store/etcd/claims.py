@@ -94,6 +94,8 @@ class EtcdClaims:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
         key = self._layout.claim_record(claim.request_id)
         reader = claim.reader, claim.claim_id
+        if (writing := self._running.get(claim.request_id)) is not None:
+            await asyncio.wait([writing])  # it may be the record of this claim
         try:
             for _ in range(MAX_TRIES):
                 request = self._mirror.requests.get(claim.request_id)
@@ -176,6 +178,8 @@ class EtcdClaims:
     async def _give(self, waiter: _Waiter, serving: Serving, record: Claimed) -> None:
         """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
         name = waiter.claim.request_id
+        assert record.tickets == tuple(each.digest for each in serving.tickets)
+        assert (waiter.claim.reader, waiter.claim.claim_id) in record.readers
         key = self._layout.claim_record(name)
         compare = [
             unchanged(key, serving.before),
