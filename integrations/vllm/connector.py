@@ -8,12 +8,16 @@ The methods that may raise say so.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
@@ -34,9 +38,8 @@ from .model.engine_config import (
     states_of,
     window_of,
 )
-from .model.other_connectors import check_others
 from .model.seeds import continue_seeds
-from .model.unsupported import check_bidirectional, check_supported
+from .model.unsupported import check_bidirectional, check_others, check_supported
 from .model.weight_changes import watch_weights
 from .prefill.announcements import Announcements
 from .prefill.lease_slots import SlotGroups
@@ -46,8 +49,38 @@ from .scheduler import SchedulerSide
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
 from .wire.handoff import RankInfo
-from .wire.messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
+from .wire.step_commands import StepCommands
+from .wire.stream_timing import LoadCost, slowest
 from .worker import WorkerSide
+
+
+@dataclass
+class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The metadata of one step."""
+
+    commands: StepCommands
+
+
+@dataclass
+class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The handshake of one rank."""
+
+    rank_info: RankInfo
+
+
+@dataclass
+class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Ranks that restarted after sleep, workers that took leases of running requests, costs by prefill server."""
+
+    rank_infos: dict[int, RankInfo] = field(default_factory=dict)
+    holders: Counter[str] = field(default_factory=Counter)
+    costs: dict[str, LoadCost] = field(default_factory=dict)
+
+    def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
+        """Combines the metadata of several ranks."""
+        ranks, costs = self.rank_infos | other.rank_infos, slowest(self.costs, other.costs)
+        return KVLinkWorkerMetadata(ranks, self.holders + other.holders, costs)
+
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 

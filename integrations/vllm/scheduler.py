@@ -25,8 +25,7 @@ from .chats.turns import Turns
 from .decode.incoming import Incoming
 from .model.caches import Rank
 from .model.prompt_inputs import features_of, has_embeddings
-from .model.stateful import Stateful
-from .model.states import States
+from .model.states import Stateful, States
 from .model.windows import Windows, first_gap
 from .prefill.announcements import Announcements
 from .prefill.lease_slots import SlotGroups

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -15,14 +19,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.keys import q_pressed
-from kvlink.cli.numbers import age_text, bytes_text, seconds_text
 from kvlink.cli.status import address_of, num_workers
-from kvlink.cli.tables import make_console, print_json
+from kvlink.cli.tables import age_text, bytes_text, make_console, print_json, seconds_text
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
 from kvlink.monitoring.fleet_view import plain
-from kvlink.runtime.supervised import start_awaited
+from kvlink.runtime.supervised import guarded, start_awaited
 
 _MOST_LINKS = 20
 _QUIT = "[dim]q: quit[/]"
@@ -171,3 +173,36 @@ def _table(*columns: str) -> Table:
         name = column.removeprefix(">")
         table.add_column(name, justify="right" if name != column else "left", overflow="fold")
     return table
+
+
+@contextmanager
+def q_pressed() -> Iterator[asyncio.Future[None]]:
+    """Yields a future that completes once q is pressed; it never completes where stdin is not a terminal.
+
+    Restores the terminal's settings on exit.
+    """
+    loop = asyncio.get_running_loop()
+    pressed: asyncio.Future[None] = loop.create_future()
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield pressed
+        return
+    keyboard = sys.stdin.fileno()
+
+    def read() -> None:
+        try:
+            keys = os.read(keyboard, 64)
+        except OSError:  # the terminal is gone
+            keys = b""
+        if not keys:
+            loop.remove_reader(keyboard)
+        elif set(keys) & set(b"qQ") and not pressed.done():
+            pressed.set_result(None)
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, guarded("keyboard", read))
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

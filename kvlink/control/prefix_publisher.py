@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlink.control import limits
+from kvlink.control.client import CoordinatorClient
 from kvlink.control.now import now
-from kvlink.control.prefix_calls import PrefixCalls
 from kvlink.control.prefix_values import KEY_BYTES, Prefix, PrefixChanges
 from kvlink.control.values import WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
@@ -47,7 +47,7 @@ class PrefixPublisher:
     """Publishes the prefixes of one worker. Belongs to the event loop on which `run` runs."""
 
     def __init__(
-        self, client: PrefixCalls, worker: Callable[[], WorkerEpoch], clock: Callable[[], float] = now
+        self, client: CoordinatorClient, worker: Callable[[], WorkerEpoch], clock: Callable[[], float] = now
     ) -> None:
         """`worker` returns the worker that has joined."""
         self._client = client

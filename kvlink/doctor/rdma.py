@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvlink.doctor import mtu, tools
-from kvlink.doctor.verdict import Check, Verdict
+from kvlink.doctor import mtu
+from kvlink.doctor.verdict import Check, Run, Verdict, run_tool
 from kvlink.hardware.sysfs import names, read
 from kvlink.hardware.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
 
@@ -19,7 +19,7 @@ def checks(
     root: Path,
     nics: Sequence[RdmaDevice],
     active_mtus: Mapping[str, Sequence[int]],
-    run: tools.Run = tools.run,
+    run: Run = run_tool,
 ) -> Iterator[Check]:
     """Yields every check of this module, in the order in which they are shown; without a device only the first.
 
@@ -97,7 +97,7 @@ def gids(nics: Sequence[RdmaDevice]) -> Check:
     return Check("rdma gids", Verdict.WARN, "; ".join(found), fix)
 
 
-def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Check:
+def flow_control(root: Path, nics: Sequence[RdmaDevice], run: Run) -> Check:
     """Checks that the network drops no RoCE packets, by PFC or at least ECN. The switches' side is not visible here.
 
     Both protect some priorities only. kvlink marks no packet: packets have priority 0 unless the driver marks them.
@@ -148,7 +148,7 @@ def _on(priorities: list[int] | None) -> str:
     return f"on priority {', '.join(map(str, priorities))}" if priorities else "off"
 
 
-def _pfc(run: tools.Run, netdev: str) -> list[int] | None:
+def _pfc(run: Run, netdev: str) -> list[int] | None:
     """Returns the priorities with PFC, or None if no tool could report them."""
     if match := re.search(r"prio-pfc((?:\s+\d:\w+)+)", run("dcb", "pfc", "show", "dev", netdev)):
         return [int(pair[0]) for pair in match[1].split() if pair.endswith(":on")]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvlink.cli.checks import Json
 from kvlink.cli.examples import examples_of
-from kvlink.cli.json_option import Json
 from kvlink.cli.tables import print_json
 from kvlink.errors import ConfigError, KVLinkError
 

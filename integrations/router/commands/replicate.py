@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from kvlink.cli.checks import base_urls
+from kvlink.cli.checks import Json, base_urls
 from kvlink.cli.examples import examples_of
-from kvlink.cli.json_option import Json
 from kvlink.cli.tables import print_json
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.runtime.supervised import start_thread
