@@ -58,6 +58,7 @@ from kvlink.runtime.supervised import start_loop
 from kvlink.types import WorkerCard
 
 MEMORY = "memory"
+_VERSION = version("kvlink")
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[Any])
