@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -20,9 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvlink.config.addresses import joined, split_address
 from kvlink.control.security.tickets import TicketKeys
-from kvlink.errors import AccessDenied, Cancelled, ConfigError, KVLinkError, PeerUnreachable
+from kvlink.errors import AccessDenied, Cancelled, ConfigError, PeerUnreachable
 from kvlink.runtime.supervised import start_thread
 
+from .frames import Reply, reply_to
 from .messages import MOST_ANSWER_BYTES, MOST_ASK_BYTES
 
 _LOOK_MS = 100
@@ -237,30 +238,3 @@ def endpoint(url: str) -> str:
 def plain(url: str) -> str:
     """Returns "host:port" of an address with or without a scheme."""
     return url.split("://", 1)[-1]
-
-
-class Reply(Protocol):
-    """Answers messages. Raises nothing."""
-
-    def answer(self, message: bytes) -> bytes:
-        """Returns the answer to a message of one frame."""
-
-    def refuse(self, error: KVLinkError) -> bytes:
-        """Counts what is no message, and returns the answer to it."""
-
-
-def reply_to(frames: Sequence[bytes], reply: Reply) -> list[bytes] | None:
-    """Returns the frames of the answer, or None if the sender cannot be answered.
-
-    A reader's message arrives as the identity of its connection, an empty frame, and the message.
-    """
-    if len(frames) < 3 or frames[1]:
-        reply.refuse(
-            ConfigError(f"a message of {len(frames)} frames without an envelope: no reader of kvlink")
-        )
-        return None
-    if len(frames) > 3:
-        answer = reply.refuse(ConfigError(f"a message has 1 frame, and not {len(frames) - 2}"))
-    else:
-        answer = reply.answer(frames[2])
-    return [frames[0], frames[1], answer]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,42 +29,9 @@ from .messages import CHUNK, FAILED, WANT, Chunk, Failed, Malformed, Want
 from .outgoing import Outgoing, Written
 from .rank import model_now, rank_of
 from .restarts import was_restarted
+from .rooms import LiveRooms
 from .wants import Refusal, Wants
 from .weight_changes import follow
-
-
-class LiveRooms:
-    """The rooms of the senders, or the receivers, of one scheduler process, with their owners.
-
-    It is used on the scheduler's thread only. An owner without references has released its room.
-    """
-
-    def __init__(self) -> None:
-        self._owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-
-    def assign(self, room: int, owner: object) -> str:
-        """Makes `owner` the owner of a room that has none. Returns why that is impossible, or ""."""
-        if self._owners.setdefault(room, owner) is owner:
-            return ""
-        return (
-            f"bootstrap_room {room} belongs to a request that is still running here; the samples of a request with n "
-            "above 1 share one room, which is not supported with disaggregation: send one request for each sample; "
-            "else let the router choose another one for each request, and for each attempt at one"
-        )
-
-    def owner(self, room: int) -> object | None:
-        """Returns the room's current owner."""
-        return self._owners.get(room)
-
-    def owns(self, room: int, owner: object) -> bool:
-        """Returns whether `owner` owns the room."""
-        return self._owners.get(room) is owner
-
-    def release(self, room: int, owner: object) -> None:
-        """Releases the room of a request that has ended. Another owner's room stays. Idempotent."""
-        if self.owns(room, owner):
-            del self._owners[room]
-
 
 _log = logging.getLogger("kvlink.sglang")
 

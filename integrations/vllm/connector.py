@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from . import register
 from .chats.turns import Turns
 from .model.caches import LayerGroup, caches_of
 from .model.engine_config import (
@@ -38,13 +39,13 @@ from .model.engine_config import (
     states_of,
     window_of,
 )
+from .model.other_connectors import check_others
 from .model.seeds import continue_seeds
-from .model.unsupported import check_bidirectional, check_others, check_supported
+from .model.unsupported import check_bidirectional, check_supported
 from .model.weight_changes import watch_weights
 from .prefill.announcements import Announcements
 from .prefill.lease_slots import SlotGroups
 from .prefill.outgoing import Chunk
-from .registration import register
 from .scheduler import SchedulerSide
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats

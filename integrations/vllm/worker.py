@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import KVLinkError
-from kvlink.layout.model_identity import cache_scope
+from kvlink.layout.scope import cache_scope
 
 from ..request_guard import RequestGuard
 from .decode.loads import Launched, Loads

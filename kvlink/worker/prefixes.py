@@ -11,7 +11,7 @@ from kvlink.config.timeouts import checked
 from kvlink.control.limits import MAX_FOUND, MAX_PREFIX_KEYS, MAX_PREFIX_TICKET_BYTES, MAX_TTL_S
 from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
 from kvlink.errors import AccessDenied, ConfigError
-from kvlink.layout.model_identity import cache_scope
+from kvlink.layout.scope import cache_scope
 from kvlink.runtime.background import ControlThread
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.transfer.engine import Engine

@@ -19,9 +19,9 @@ from lmcache_servers import PAGE, Server, Table, name, result
 from waiting import eventually
 
 from kvlink.errors import PeerUnreachable
+from kvlink.integrations.lmcache.frames import reply_to
 from kvlink.integrations.lmcache.pages import Name, Wanted
 from kvlink.integrations.lmcache.reads import Reads
-from kvlink.integrations.lmcache.sockets import reply_to
 
 SLOTS = [
     (slot * 4 * PAGE, size * PAGE - odd)

@@ -13,7 +13,7 @@ from test_sglang_handoff import Server, same, send
 from transports.processes import eventually
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.sglang.manager import LiveRooms
+from kvlink.integrations.sglang.rooms import LiveRooms
 
 ROOM = 5
 

@@ -16,8 +16,8 @@ from encoder_server import ROWS, EncoderServer, encoded, image, request  # isort
 from waiting import eventually
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.encoder.connector import EncoderSettings
 from kvlink.integrations.vllm.encoder.memory import EncoderMemory, MemoryShape
+from kvlink.integrations.vllm.encoder.settings import EncoderSettings
 
 
 @pytest.fixture

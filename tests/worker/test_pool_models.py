@@ -13,7 +13,8 @@ from worker.soft_server import LAYOUT
 
 from kvlink import BlockPool, Ticket, Worker, WorkerConfig
 from kvlink.errors import ConfigError, LayoutMismatch
-from kvlink.layout.model_identity import cache_scope, identity_text
+from kvlink.layout.model_identity import identity_text
+from kvlink.layout.scope import cache_scope
 from kvlink.monitoring.metrics.worker import WorkerCollector
 
 A = identity_text("a" * 16, {"weights": "1111", "rope": '{"rope_theta":10000}', "name": "llama"})

@@ -19,7 +19,7 @@ from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, PeerUnreachable, StaleBlocks, StaleReason
 from kvlink.layout import KVLayout
-from kvlink.layout.model_identity import cache_scope
+from kvlink.layout.scope import cache_scope
 from kvlink.runtime.background import ControlThread
 from kvlink.worker.prefixes import SharedPrefix
 

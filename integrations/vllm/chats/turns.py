@@ -24,8 +24,7 @@ from ..wire.stream_timing import LoadCost
 from .cached_blocks import CachedBlocks
 from .earlier_turns import ANSWER_AS, EarlierTurns
 from .peer_prefixes import PeerPrefixes
-from .prefix_lookups import PrefixLookups
-from .prefixes import MOST_DIGESTS, prefix_digests, shared_span, spans_of
+from .prefix_lookups import MOST_DIGESTS, PrefixLookups, prefix_digests, shared_span, spans_of
 
 
 class Answers:

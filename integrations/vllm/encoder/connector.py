@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -14,6 +13,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 from vllm.distributed.ec_transfer.ec_connector.encoder_output_width import get_encoder_output_width
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.distributed.ec_transfer.ec_connector.utils import (
     PlaceholderMetadataResolver,
     collect_ec_item_metadata,
@@ -21,8 +21,6 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from kvlink.config import CATALOGUE, WorkerConfig
-from kvlink.errors import ConfigError
 from kvlink.layout.model_identity import model_id
 
 from ..model.engine_config import at_this_host, model_of
@@ -30,54 +28,11 @@ from ..model.weight_changes import watch_weights
 from ..settings import Settings
 from .commands import EncoderCopies, EncoderStep
 from .items import KEY
-from .memory import MemoryShape
 from .model_format import check_supported, format_of
 from .scheduler import EncoderScheduler
-from .stats import KVLinkEncoderMetrics, KVLinkEncoderStats
+from .settings import EncoderSettings
 
 _log = logging.getLogger("vllm.kvlink")
-
-_LOGGING = ("log", "log_json")  # vLLM configures its own logging
-_POOL_MIB, _MOST_MIB = 1024, 1 << 20
-_BLOCK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSettings:
-    """The connector's options. `worker` configures the kvlink worker in the scheduler's process."""
-
-    worker: WorkerConfig
-    pool_mib: int = _POOL_MIB
-    """The size of the pool of encoder outputs, in host memory."""
-
-    def shape(self, num_ranks: int) -> MemoryShape:
-        """Returns the sizes of the pool's memory."""
-        return MemoryShape((self.pool_mib << 20) // _BLOCK_BYTES, _BLOCK_BYTES, num_ranks)
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> EncoderSettings:
-        """Reads `ec_connector_extra_config`: `pool_mib`, and WorkerConfig's fields except logging.
-
-        Raises ConfigError.
-        """
-        names = {setting.name for setting in CATALOGUE}.difference(_LOGGING)
-        unknown = sorted(set(extra) - names - {"pool_mib"})
-        if unknown:
-            _log.warning(
-                "ec_connector_extra_config: kvlink does not know %s; it takes %s",
-                ", ".join(unknown),
-                ", ".join(sorted(names | {"pool_mib"})),
-            )
-        pool_mib = extra.get("pool_mib", _POOL_MIB)
-        if type(pool_mib) is not int or not 1 <= pool_mib <= _MOST_MIB:
-            raise ConfigError(f"ec_connector_extra_config: pool_mib={pool_mib!r} must be 1 to {_MOST_MIB}")
-        # An item has a block at least, so that a slot for each block is enough for all items.
-        defaults = {"lease_slots": min((pool_mib << 20) // _BLOCK_BYTES, 1 << 20), "inline_us": 0}
-        ours = {name: value for name, value in extra.items() if name in names}
-        try:
-            return cls(WorkerConfig.from_env(defaults=defaults, **ours), pool_mib)
-        except TypeError as error:
-            raise ConfigError(f"ec_connector_extra_config: {error}") from None
 
 
 class KVLinkEncoderMetadata(ECConnectorMetadata):  # type: ignore[misc]
@@ -234,3 +189,50 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
             return False
         sizes = self._metadata.fields_for(feature.modality)
         return any(value.data is not None for name, value in feature.data.items() if name not in sizes)
+
+
+class KVLinkEncoderStats(ECConnectorStats):  # type: ignore[misc]
+    """The statistics. `data` has the counts by result."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Clears the statistics."""
+        self.data = {}
+
+    def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
+        """Adds those of a later step."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the values of the log line."""
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing was counted."""
+        return not self.data
+
+
+class KVLinkEncoderMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
+    """The Prometheus metrics, with labels for each engine of the process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._items = self._counter_cls(
+            name="vllm:kvlink_encoder_items_total",
+            documentation="Encoder outputs that were offered or pulled, by what became of them.",
+            labelnames=[*labelnames, "result"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds the counts of `KVLinkEncoderStats.data`."""
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for result, count in transfer_stats_data.items():
+            self._items.labels(*labels, result).inc(count)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -144,29 +143,3 @@ def _check_states(spec: MambaSpec, layer: str) -> None:
             f"KVLinkConnector does not serve speculative decoding with states yet ({layer} and others have them): "
             "remove --speculative-config"
         )
-
-
-_HANDING_OFF = ("Nixl", "MooncakeConnector", "MoRIIO", "KVLink")
-"""How the names of the classes begin that answer `do_remote_decode`, as this connector does."""
-
-
-def check_others(own: object, top: Any) -> None:
-    """Raises ConfigError if another connector under `top`, the server's connector, hands requests off as `own` does."""
-    for one in _under(top):
-        name = type(one).__name__
-        if one is not own and name.startswith(_HANDING_OFF):
-            raise ConfigError(
-                f"MultiConnector has KVLinkConnector and {name}, and both hand requests off: vLLM passes the handshake "
-                "of one to both, and refuses two answers to one request. Keep one of them; for a fleet that changes "
-                "over, run the servers of each kind behind routers of their own"
-            )
-
-
-def _under(connector: Any) -> Iterator[Any]:
-    """Yields the connector, or those that it consists of."""
-    parts = getattr(connector, "sub_connectors", None)
-    if parts is None:
-        yield connector
-        return
-    for part in parts:
-        yield from _under(part)

@@ -61,7 +61,7 @@ class RankInfo:
     model: int = 0
     """The 8 bytes of the model's identity, which tickets carry."""
     scope: bytes = b""
-    """16 bytes that are equal for servers that may exchange prefixes, see `kvlink.layout.model_identity`."""
+    """16 bytes that are equal for servers that may exchange prefixes, see `kvlink.layout.scope`."""
     secret: str = field(default="", repr=False)
     """Proves to coordinators that a call comes from this worker."""
 

@@ -18,8 +18,17 @@ from kvlink.config import WorkerConfig
 from kvlink.config.addresses import is_loopback, plain_host
 from kvlink.control.security.callers import Gate, coordinator_gate
 from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens
-from kvlink.control.security.keys import Keyring, Keys, TlsFiles, expiry, keyring
-from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
+from kvlink.control.security.keys import (
+    COORDINATOR,
+    Keyring,
+    Keys,
+    TlsFiles,
+    expiry,
+    keyring,
+    listed,
+    tenant_name,
+    tenants_in,
+)
 from kvlink.control.security.reloading_channel import Options, ProvingChannel, ReloadingChannel
 from kvlink.control.security.tenants import TenantsFile
 from kvlink.control.security.tokens import TokenFile, token_file

@@ -19,11 +19,11 @@ from google.protobuf.message import Message
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import LogQuota
 from kvlink.control.now import now
+from kvlink.control.refusal import Reason, Refused, refusal_of
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Trust
 from kvlink.control.values import StoreHealth
-from kvlink.coordinator.store.etcd.errors import StoreFull
 from kvlink.coordinator.store.etcd.history import History
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
@@ -320,3 +320,27 @@ class Health:
         """Returns the current health."""
         stale_s = self._clock() - self._doubted_at if self.is_doubted else 0.0
         return StoreHealth(self.is_full, self.is_lost, stale_s)
+
+
+class StoreFull(CoordinatorError):
+    """etcd has reached its quota (NOSPACE). It refuses writes, but reads, deletions and renewals continue."""
+
+
+def as_refusal(error: BaseException) -> Refused:
+    """Returns the refusal that a failed call of the store raises."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, CoordinatorUnavailable):
+        return Refused(
+            Reason.NOT_READY,
+            f"the coordinator does not reach its store: {error}. Connected workers continue without it; retry",
+        )
+    if isinstance(error, StoreFull):
+        return Refused(
+            Reason.TOO_MANY,
+            f"the coordinator's store is full: {error}. Compact it, defragment it and disarm its alarm as the "
+            "operator's guide describes, then retry",
+        )
+    if isinstance(error, CoordinatorError):
+        return Refused(Reason.FAILED, f"the coordinator's store refused the call: {error}")
+    return refusal_of(error)
