@@ -18,9 +18,16 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.status import address_of, num_workers
-from kvlink.cli.tables import age_text, bytes_text, make_console, print_json, seconds_text
+from kvlink.cli.tables import (
+    Fitted,
+    age_text,
+    bytes_text,
+    make_console,
+    plain_table,
+    print_json,
+    seconds_text,
+)
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
 from kvlink.monitoring.fleet_view import plain

@@ -17,7 +17,6 @@ from kvlink.config.timeouts import given_or
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
-from kvlink.control.prefix_values import FoundPrefix, PrefixChanges, PrefixQuery
 from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.client import Client
@@ -29,10 +28,13 @@ from kvlink.control.values import (
     ConnectReply,
     ConnectRequest,
     CoordinatorStatus,
+    FoundPrefix,
     JoinRequest,
     Membership,
     Nothing,
     Offer,
+    PrefixChanges,
+    PrefixQuery,
     Push,
     Renewal,
     SettleOrder,

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from kvlink.control import limits
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.now import now
-from kvlink.control.prefix_values import KEY_BYTES, Prefix, PrefixChanges
-from kvlink.control.values import WorkerEpoch
+from kvlink.control.values import KEY_BYTES, Prefix, PrefixChanges, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.runtime.supervised import survived
 

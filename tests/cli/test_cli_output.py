@@ -16,9 +16,8 @@ import pytest
 from rich.console import Console
 from waiting import closed_port
 
-from kvlink.cli.fitting import Fitted, plain_table
 from kvlink.cli.status import _row
-from kvlink.cli.tables import _table, age_text, size_text
+from kvlink.cli.tables import Fitted, _table, age_text, plain_table, size_text
 from kvlink.hardware.host_identity import this_host
 from kvlink.layout import Geometry, dense
 from kvlink.layout.model_identity import identity_text

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from kvlink.control.prefix_values import FoundPrefix
+from kvlink.control.values import FoundPrefix
 from kvlink.errors import ConfigError
 from kvlink.worker.prefix_choice import FailedSources, PrefillMeter, pull_or_compute
 
