@@ -35,7 +35,7 @@ from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Observer, Pull
-from kvlink.transfer.pull_request import Want, start
+from kvlink.transfer.pull_request import PullSpec, start
 from kvlink.transfer.pulls import Pulls
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.worker.membership import WorkerMembership
@@ -241,7 +241,7 @@ class Worker:
                 if core is not None:
                     return self._pulls.started(core, ticket, peer, block_ids, tokens, layers, settle)
         claimed, find = self._sources.of(ticket, partial)
-        return self._pulls.begin(claimed, find, Want(block_ids, tokens, layers, settle), limit_s, after)
+        return self._pulls.begin(claimed, find, PullSpec(block_ids, tokens, layers, settle), limit_s, after)
 
     def prepare(
         self,
