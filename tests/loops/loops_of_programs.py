@@ -15,7 +15,7 @@ from urllib.request import urlopen
 from loops.rows import Unexpected, failing, passes, scene
 from typer.testing import CliRunner
 
-from kvlink.cli import top
+from kvlink.cli.top import q_pressed
 from kvlink.errors import ConfigError
 from kvlink.integrations.router.commands import replicate
 from kvlink.monitoring.metrics.serving import MetricsPort, _Server
@@ -81,12 +81,12 @@ def _hashable(connection: SimpleNamespace) -> Any:
 @scene("keyboard")
 def a_keyboard() -> None:
     async def press() -> None:
-        with top.q_pressed() as pressed:
+        with q_pressed() as pressed:
             os.write(owner, b"q")
             await pressed
 
     owner, terminal = os.openpty()
-    with os.fdopen(terminal) as stdin, mock.patch.object(sys, "stdin", stdin), failing(top.os, "read"):
+    with os.fdopen(terminal) as stdin, mock.patch.object(sys, "stdin", stdin), failing(os, "read"):
         asyncio.run(press())
     os.close(owner)
 
