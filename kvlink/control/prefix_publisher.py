@@ -19,6 +19,7 @@ from kvlink.control.client import CoordinatorClient
 from kvlink.control.now import now
 from kvlink.control.values import KEY_BYTES, Prefix, PrefixChanges, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.runtime.backoff import doubled_s
 from kvlink.runtime.supervised import survived
 
 _log = logging.getLogger("kvlink.control")
@@ -89,7 +90,7 @@ class PrefixPublisher:
                 await asyncio.sleep(0)
                 continue
             if self._num_failures:
-                await asyncio.sleep(min(_SWEEP_EVERY_S * 2**self._num_failures, _MOST_RETRY_S))
+                await asyncio.sleep(doubled_s(self._num_failures, 2 * _SWEEP_EVERY_S, _MOST_RETRY_S))
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._work.wait(), _SWEEP_EVERY_S)
@@ -130,7 +131,7 @@ class PrefixPublisher:
                 len(self._published),
                 error,
             )
-        self._num_failures = min(self._num_failures + 1, 8)
+        self._num_failures += 1
 
     def _leave_out(self, changes: PrefixChanges, error: Exception) -> bool:
         """Finds the change that cannot be sent, by sending one at a time, and leaves it for half of its time.
