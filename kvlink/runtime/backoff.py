@@ -12,7 +12,7 @@ _MOST_DOUBLINGS = 64  # more than any delay takes to reach its bound, and few en
 
 def doubled_s(failures: int, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> float:
     """Returns the delay after so many failures in a row: `first_s` after one, doubled by each other, up to a bound."""
-    return min(first_s * 2 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
+    return min(first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
 
 
 class Backoff:
