@@ -88,7 +88,7 @@ $(VENV)/.checked: $(VENV)/.made pyproject.toml
 NEWEST = $(shell sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | tail -n 1)
 
 .PHONY: lint
-lint: build $(VENV)/.checked ## ruff, the rules of luck and supervision, the word list, mypy, import-linter, clang-format
+lint: build $(VENV)/.checked ## ruff, the rules of luck and supervision, the word list, mypy, import-linter, clang-format; counts lines
 	ruff check .
 	ruff format --check .
 	python tests/luck.py
@@ -97,6 +97,7 @@ lint: build $(VENV)/.checked ## ruff, the rules of luck and supervision, the wor
 	mypy -p kvlink -p benchmarks -p integrations
 	mypy --python-version $(NEWEST) -p kvlink -p benchmarks -p integrations
 	lint-imports
+	.ci/lines
 	@echo clang-format --dry-run, all C++ files
 	@clang-format --dry-run -Werror $(CPP_FILES)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvlink.cli.completion import transport_names
+from kvlink.cli.checks import transport_names
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
 Transport = Annotated[

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvlink.control import Claim, CoordinatorClient, Offer
 from kvlink.coordinator import Coordinator
-from kvlink.coordinator.gc_tuning import tune_gc
+from kvlink.coordinator.coordinator import tune_gc
 from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, WorkerCard
 

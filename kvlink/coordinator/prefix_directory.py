@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from kvlink.control.deadlines import Deadlines
-from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
 
 _BYTES_OF_COPY, _BYTES_OF_PART, _BYTES_OF_PLACE = 2_048, 512, 384
 """The most that a copy takes beside its keys, a rank beside its ticket, and a copy's place in a node.

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from kvlink import _core, errors
 from kvlink.config import WorkerConfig
 from kvlink.config.addresses import numeric
-from kvlink.config.nic_options import Way, parse_nics, parse_ways
+from kvlink.config.rdma_config import Way, parse_nics, parse_ways
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.kernels import kernel_for
 from kvlink.hardware.nics import RefusedNic

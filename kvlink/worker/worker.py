@@ -22,8 +22,7 @@ from kvlink.config.timeouts import checked
 from kvlink.control import ticket_signing
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
-from kvlink.monitoring.worker_report import Reporter
-from kvlink.monitoring.worker_stats import WorkerStats
+from kvlink.monitoring.worker_stats import Reporter, WorkerStats
 from kvlink.runtime.background import ControlThread
 from kvlink.runtime.names import check_kind, check_name
 from kvlink.ticket import LeaseSeat, Ticket

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from kvlink.benchmarks.measurements import control
-from kvlink.coordinator.gc_tuning import tune_gc
+from kvlink.coordinator.coordinator import tune_gc
 
 pytestmark = pytest.mark.verify
 

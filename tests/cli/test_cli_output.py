@@ -16,10 +16,8 @@ import pytest
 from rich.console import Console
 from waiting import closed_port
 
-from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.numbers import age_text, size_text
 from kvlink.cli.status import _row
-from kvlink.cli.tables import _table
+from kvlink.cli.tables import Fitted, _table, age_text, plain_table, size_text
 from kvlink.hardware.host_identity import this_host
 from kvlink.layout import Geometry, dense
 from kvlink.layout.model_identity import identity_text
@@ -230,7 +228,7 @@ def test_shells_complete_commands_and_those_of_other_packages(words: str, offere
 
 
 def test_completion_knows_the_transports() -> None:
-    from kvlink.cli.completion import TRANSPORTS
+    from kvlink.cli.checks import TRANSPORTS
     from kvlink.transfer.engine import transports_here
 
     assert tuple(transports_here()) == TRANSPORTS

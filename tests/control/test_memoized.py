@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlink.control.codec._memoized import Memoized
+from kvlink.control.codec._wire import Memoized
 
 
 def make_memoized(most: int) -> tuple[Memoized[list[int], int], list[list[int]]]:

@@ -17,9 +17,8 @@ from virtual_time import run
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.limits import MAX_PREFIXES
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.values import WorkerEpoch
+from kvlink.control.values import Prefix, PrefixChanges, WorkerEpoch
 from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable

@@ -14,11 +14,10 @@ from waiting import until
 
 from kvlink.control import CoordinatorClient
 from kvlink.control.limits import Limits
-from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.control.refusal import NotJoined
 from kvlink.control.security import Role
 from kvlink.control.security.callers import Caller, set_caller
-from kvlink.control.values import CoordinatorStatus
+from kvlink.control.values import CoordinatorStatus, Prefix, PrefixChanges
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.store.memory import MemoryStore

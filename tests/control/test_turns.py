@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvlink.control.codec import Codec
-from kvlink.control.rpc.turns import Turns
+from kvlink.control.rpc.server import Turns
 from kvlink.control.security import Caller, set_caller
 
 LONG = bytes(5_000)

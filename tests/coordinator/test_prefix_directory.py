@@ -12,7 +12,7 @@ from coordinator.chains import SCOPE, STEP, prefix, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlink.control.prefix_values import Prefix
+from kvlink.control.values import Prefix
 from kvlink.coordinator.prefix_directory import PrefixDirectory
 
 

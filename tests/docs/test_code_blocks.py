@@ -80,7 +80,7 @@ def test_transformers_hand_a_request_off(monkeypatch: pytest.MonkeyPatch) -> Non
     """In one process, which is prefill and decode at once. Its cache is small: the default takes most memory."""
     pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-    from kvlink.integrations.transformers.tiny_llama import tiny_llama
+    from kvlink.integrations.transformers.demo import tiny_llama
 
     small = partial(transformers.generation.ContinuousBatchingConfig, num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(transformers.generation, "ContinuousBatchingConfig", small)
@@ -106,7 +106,7 @@ def test_a_request_of_transformers_moves(page_size: int, num_copied: int) -> Non
     pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
     from kvlink.integrations.transformers import KVLinkHandoff
-    from kvlink.integrations.transformers.tiny_llama import tiny_llama
+    from kvlink.integrations.transformers.demo import tiny_llama
 
     prompt, num_new = list(range(1, 40)), 128
     with ExitStack() as opened:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hardware.fake_root import GPU, NIC, FakeRoot, bars, config_space
 
-from kvlink.doctor import Verdict, acs, gpudirect
+from kvlink.doctor import Verdict, gpudirect
 from kvlink.doctor.verdict import Check
 from kvlink.hardware.topology import PciDevice, discover, pci
 
@@ -184,7 +184,7 @@ def switch(root: FakeRoot, downstream: bytes) -> None:
 )
 def test_access_control_services(root: FakeRoot, control: int | None, verdict: Verdict) -> None:
     switch(root, config_space(control))
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert check.verdict is verdict
     if verdict is WARN:
         assert check.evidence.startswith(f"{SWITCH[1]} redirect")
@@ -195,7 +195,7 @@ def test_access_control_services(root: FakeRoot, control: int | None, verdict: V
 
 def test_access_control_services_that_only_root_sees(root: FakeRoot) -> None:
     switch(root, config_space(0x1D, size=64))
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert (check.verdict, check.evidence) == (
         WARN,
         f"unknown: only root can read the registers of {SWITCH[1]}",
@@ -205,13 +205,13 @@ def test_access_control_services_that_only_root_sees(root: FakeRoot) -> None:
 
 def test_access_control_services_without_bridges(root: FakeRoot) -> None:
     root.card(GPU_ADDRESS, GPU)
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert (check.verdict, check.evidence) == (PASS, "no PCIe bridge above GPUs and NICs is visible here")
 
 
 @pytest.mark.parametrize("space", [b"\xff" * 4096, b"\0" * 4096, (b"\0" * 0x100 + b"\x01\x00\x00\x10") * 15])
 def test_broken_configuration_spaces_end(space: bytes) -> None:
-    assert acs.acs_control(space) == 0
+    assert gpudirect.acs_control(space) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from doctor.rdma_checks import found, nics, silent
 from hardware.fake_root import LINK_LOCAL, MAPPED, ROCE_V1, ROCE_V2, FakeRoot
 
-from kvlink.doctor import Verdict, examine, mtu, rdma, verbs
+from kvlink.doctor import Verdict, examine, rdma, verbs
 
 PASS, WARN = Verdict.PASS, Verdict.WARN
 # Opening a read-only kernel attribute for writing is refused even to root.
@@ -119,12 +119,12 @@ def test_gids_are_no_matter_on_infiniband(root: FakeRoot) -> None:
     [(0, 0), (1500, 1024), (2200, 2048), (4191, 2048), (4192, 4096), (9000, 4096), (300, 256)],
 )
 def test_the_mtu_an_interface_leaves(netdev: int, roce: int) -> None:
-    assert mtu.roce_mtu(netdev) == roce
+    assert rdma.roce_mtu(netdev) == roce
 
 
 def test_mtu_that_is_large(root: FakeRoot) -> None:
     root.nic("mlx5_0")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (4096,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (4096,)})
     assert (check.verdict, check.evidence, check.fix) == (PASS, "mlx5_0:1 4096 (eth0 has 9000)", "")
 
 
@@ -149,7 +149,7 @@ def test_mtu_that_differs_between_ports(root: FakeRoot) -> None:
 
 def test_mtu_that_did_not_follow_its_interface(root: FakeRoot) -> None:
     root.nic("mlx5_0")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (1024,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (1024,)})
     assert check.verdict is WARN
     assert "mlx5_0:1 did not follow" in check.evidence
     assert check.fix == "sudo ip link set eth0 down; sudo ip link set eth0 up"
@@ -171,7 +171,7 @@ def test_mtu_that_nobody_says(root: FakeRoot) -> None:
     root.nic("mlx5_0", link_layer="InfiniBand", netdev="", gids="")
     check = found(root)["rdma mtu"]
     assert (check.verdict, check.fix) == (PASS, "ibv_devinfo -v | grep active_mtu")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (2048,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (2048,)})
     assert (check.verdict, check.evidence) == (PASS, "mlx5_0:1 2048")
 
 

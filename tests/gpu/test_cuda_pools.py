@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, export, inspect
 from kvlink.layout import Geometry, Order, Regions, dense

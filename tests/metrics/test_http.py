@@ -19,7 +19,7 @@ from kvlink import __version__
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.coordinator import serve
 from kvlink.errors import ConfigError
-from kvlink.monitoring.status_page import connections
+from kvlink.monitoring.status_page import serving
 from kvlink.monitoring.status_page.serving import serve_status_page
 from kvlink.runtime.log import JsonFormatter
 
@@ -83,7 +83,7 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
 
 
 async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 3)
     async with visit(url) as oldest, visit(url) as second, visit(url) as third:
         for _, writer in (oldest, second, third):
             writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")

@@ -16,7 +16,7 @@ from rich.console import Console
 from transports.pools import PoolSpec
 
 from kvlink import Worker, WorkerConfig
-from kvlink.cli.numbers import bytes_text, seconds_text
+from kvlink.cli.tables import bytes_text, seconds_text
 from kvlink.cli.top import screen
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import FailureCount, LinkReport, Overview, WorkerReport, WorkerView

@@ -14,7 +14,7 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 
 from kvlink import WorkerConfig, _core
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import Gpu, Kind, Ordering
 from kvlink.layout import Geometry, Order, Regions, dense

@@ -10,7 +10,7 @@ import pytest
 
 from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.config.addresses import split_address
-from kvlink.config.nic_options import NicNames, parse_nics
+from kvlink.config.rdma_config import NicNames, parse_nics
 from kvlink.config.setting import Setting
 from kvlink.errors import ConfigError
 from kvlink.transfer.transport_names import select

@@ -18,8 +18,8 @@ import pytest
 from scikit_build_core.build import build_sdist, prepare_metadata_for_build_wheel
 
 import kvlink
-from kvlink.doctor import extras
-from kvlink.doctor.extras import EXTRAS
+from kvlink.doctor import software
+from kvlink.doctor.software import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
@@ -145,8 +145,10 @@ def test_all_means_every_extra_that_has_wheels() -> None:
 
 
 def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("matplotlib", "pyverbs") else name)
-    check = extras.extras()
+    monkeypatch.setattr(
+        software, "find_spec", lambda name: None if name in ("matplotlib", "pyverbs") else name
+    )
+    check = software.extras()
     assert check.evidence.startswith(
         "torch, cuda, demo, router, metrics, certs, otel; for limits of RDMA devices"
     )
@@ -156,8 +158,8 @@ def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.Monk
     def without_parent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(extras, "find_spec", without_parent)
-    assert extras.extras().evidence.startswith("none; for pools of tensors: pip install 'kvlink[torch]'")
+    monkeypatch.setattr(software, "find_spec", without_parent)
+    assert software.extras().evidence.startswith("none; for pools of tensors: pip install 'kvlink[torch]'")
 
 
 def test_extras_are_not_required() -> None:

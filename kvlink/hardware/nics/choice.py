@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvlink.config.nic_options import NicNames, parse_nics
+from kvlink.config.rdma_config import NicNames, parse_nics
 from kvlink.errors import ConfigError
 from kvlink.hardware.nics.candidates import (
     Candidate,

@@ -15,8 +15,7 @@ from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused, named
 from kvlink.control.values import Claim, Claimed
 from kvlink.coordinator.store import refusals
-from kvlink.coordinator.store.etcd.api import Etcd, after, delete, put, unchanged
-from kvlink.coordinator.store.etcd.errors import as_refusal
+from kvlink.coordinator.store.etcd.api import Etcd, after, as_refusal, delete, put, unchanged
 from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES

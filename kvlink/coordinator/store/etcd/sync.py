@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from kvlink.control.now import now
-from kvlink.coordinator.store.etcd.api import Etcd, put
-from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.api import Etcd, StoreFull, put
 from kvlink.coordinator.store.etcd.history import same
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
