@@ -36,7 +36,7 @@ class Relays(Draining):
         into: GroupIds,
         *,
         readers: int = 1,
-        instead: Ticket | str | None = None,
+        fallback: Ticket | str | None = None,
         offer_as: str | None = None,
         publish: bool = False,
         ttl_s: float | None = None,
@@ -52,9 +52,9 @@ class Relays(Draining):
         into: as for `pull`. Write these blocks again only after the pull has ended and the event of the offer has come.
         readers: how many workers read from this one. The ticket of the Relay has a seat for each, see `split`.
             With 0 nothing is offered.
-        instead: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest is
-            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end,
-            with all its seats: pass one of `split` if it has seats of others.
+        fallback: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest
+            is read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the
+            end, with all its seats: pass one of `split` if it has seats of others.
         offer_as: the request id of this worker's offer, by default that of `ticket`. At the coordinator, each relay
             needs an id of its own.
         publish, ttl_s: as for `offer`, for the offer of this worker.
@@ -72,7 +72,7 @@ class Relays(Draining):
             )
         block_ids = copied(worker._read_ids(into))
         sources = [
-            worker._checked(self._source(each, limit_s)) for each in (ticket, instead) if each is not None
+            worker._checked(self._source(each, limit_s)) for each in (ticket, fallback) if each is not None
         ]
         request_id, num_tokens = sources[0].request_id, sources[0].num_tokens
         if any(each.ready_unit is ReadyUnit.LAYERS for each in sources):
@@ -81,7 +81,7 @@ class Relays(Draining):
             )
         if any(each.num_tokens != num_tokens for each in sources):
             raise ConfigError(
-                f"request {request_id}: `instead` has {sources[1].num_tokens} tokens, and `ticket` {num_tokens}"
+                f"request {request_id}: `fallback` has {sources[1].num_tokens} tokens, and `ticket` {num_tokens}"
             )
         offered = None
         if readers:
