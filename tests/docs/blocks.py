@@ -41,6 +41,7 @@ HOW: dict[str, dict[str, str]] = {
     },
     "docs/benchmarks/results.md": {"kvlink bench prefixes": _TRACE, "python tests/engines": _TRACE},
     "docs/getting-started/broadcast.md": {"seats = owner.split": _FRAGMENT},
+    "docs/getting-started/cookbook.md": {"": _CODE_TESTS},
     "docs/getting-started/install.md": {
         "apt-get update": _FIRST,
         "python3 -m venv": _FIRST,
@@ -61,6 +62,7 @@ HOW: dict[str, dict[str, str]] = {
         "docker run": "not run: needs docker, a GPU and an RDMA NIC",
     },
     "docs/hardware/rdma.md": {"kvlink doctor": RUNS},
+    "docs/index.md": {"make demo": _FIRST},
     "docs/operate/compose.md": {"make image": "tests/deploy/test_compose.py"},
     "docs/operate/coordinator.md": {"# one coordinator": "tests/deploy/test_commands.py"},
     "docs/operate/drain.md": {"kvlink drain": _HOSTS, "with kvlink.Worker": _FRAGMENT},
@@ -91,6 +93,7 @@ HOW: dict[str, dict[str, str]] = {
         "KVLINK_TLS_CA": _PAGES,
         "install -D": "not run: needs a running systemd; tests/deploy/test_unit.py verifies the drop-in",
     },
+    "docs/reference/python-api.md": {"": _CODE_TESTS},
     "docs/servers/lmcache.md": {"pip install .": _ENGINES},
     "docs/servers/models.md": {"export KVLINK_SAME_MODEL": RUNS},
     "docs/servers/routers.md": {
@@ -109,13 +112,11 @@ HOW: dict[str, dict[str, str]] = {
         "from transformers.generation": _CODE_TESTS,
         "from kvlink.integrations": _CODE_TESTS,
     },
-    "docs/servers/vllm.md": {
-        "pip install .": _ENGINES,
-        "kvlink coordinator": _ENGINES,
-        "vllm serve": _ENGINES,
-        "KVLINK_COORDINATOR": _ENGINES,
-        "kvlink replicate": _ENGINES,
-    },
+    "docs/servers/vllm.md": {"pip install .": _ENGINES},
+    "docs/servers/vllm-chats.md": {"vllm serve": _ENGINES},
+    "docs/servers/vllm-encoders.md": {"vllm serve": _ENGINES},
+    "docs/servers/vllm-prefixes.md": {"KVLINK_COORDINATOR": _ENGINES, "kvlink replicate": _ENGINES},
+    "docs/servers/vllm-streaming.md": {"kvlink coordinator": _ENGINES},
     "docs/troubleshooting.md": {"kvlink doctor": SERVED},
 }  # fmt: skip
 
