@@ -168,6 +168,11 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
 
+# ARCH=aarch64: for that processor.
+.PHONY: release-wheels
+release-wheels: venv ## dist/release/: a wheel for each Python that the metadata names and that runs here
+	.ci/release-wheel $$(python tests/pythons/interpreters.py | cut -d' ' -f2)
+
 .PHONY: test-newcomer
 test-newcomer: build release-wheel $(VENV)/.checked ## README and pages followed literally in a fresh Debian (root)
 	.ci/system-packages $(PYTHON) newcomer

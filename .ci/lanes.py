@@ -92,6 +92,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"benchmarks/(peers|results)", ()),
     (r"benchmarks/report/", ("processes", "pages")),
     (r"benchmarks/", ("processes",)),
+    (r"packaging/", ("image", "release")),
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
