@@ -29,7 +29,7 @@ class ReloadingFile(Generic[T]):
     def __init__(
         self, files: Sequence[Path], read: Callable[[], T], look_every_s: float = LOOK_EVERY_S
     ) -> None:
-        """Raises ConfigError like `read`, and for files that cannot be accessed."""
+        """Raises ConfigError like `read`, which says so if a file cannot be accessed."""
         self._files = files
         self._read = read
         self._look_every_s = look_every_s
@@ -68,8 +68,12 @@ class ReloadingFile(Generic[T]):
 
 
 def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    return [_signature_of(path) for path in files]
+
+
+def _signature_of(path: Path) -> tuple[int, int, int]:
     try:
-        found = [path.stat() for path in files]
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-    return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)  # `read` says what is wrong, and which setting names the file
+    return (found.st_mtime_ns, found.st_ino, found.st_size)
