@@ -187,6 +187,10 @@ test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debia
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
 	.ci/pythons python
 
+.PHONY: test-extras
+test-extras: build ## each extra installed by itself, without constraints, and imported; torch may have 5 GB
+	.ci/extras $(PYTHON)
+
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
 	pytest -m "slow and not netns and not softroce" || [ $$? -eq 5 ]

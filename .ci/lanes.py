@@ -54,6 +54,7 @@ LANES = {
     "docs": Lane("make docs", 2),
     "pythons": Lane("make test-pythons", 2),
     "image": Lane("make test-image", 3),
+    "extras": Lane("make test-extras", 3),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
@@ -115,7 +116,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"\.ci/(release-wheel|test-wheel)", ("release",)),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
-        ("processes", "deploy", "pythons", "image", "newcomer", "release"),
+        ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),
     ),
     (r"docs/examples/", ("processes", "docs", "newcomer")),
     (
