@@ -45,7 +45,7 @@ def lanes() -> ModuleType:
         ("tests/netns/test_two_hosts.py", ["netns"]),
         ("tests/transfer/test_pool.py", []),
         ("README.md", ["newcomer"]),
-        ("Makefile", ["processes", "deploy", "pythons", "image", "newcomer", "release"]),
+        ("Makefile", ["processes", "deploy", "pythons", "image", "extras", "newcomer", "release"]),
         (".ci/lanes.json", []),
     ],
 )
