@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements what prefill does differently for models with states, which cannot be taken back by a token.
+"""Implements what prefill does differently for models with states, which cannot be rolled back by one token.
 
 Decode always computes the prompt's last token. So prefill computes the prompt without it, and hands off the states that
 it has then. Requests are vLLM's own.
