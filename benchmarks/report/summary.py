@@ -42,7 +42,7 @@ def _panel(panel: dict[str, Any], y: float) -> Iterator[str]:
             f'<rect x="{LABEL}" y="{y - 13:g}" width="{width:.1f}" height="17" rx="2" '
             f'class="{KINDS[KINDS.index(kind)]}"/>'
         )
-        yield _text(LABEL + round(width, 1) + 8, y, 13, f"{value:,g}")
+        yield _text(LABEL + (BAR if mark else round(width, 1)) + 8, y, 13, f"{value:,g}")
     if mark:
         x = LABEL + BAR * mark / longest
         yield f'<path class="mark" stroke-dasharray="4 3" d="M{x:.1f} {top + 8:g}V{y + 6:g}"/>'
