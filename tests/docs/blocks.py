@@ -55,7 +55,7 @@ HOW: dict[str, dict[str, str]] = {
         "python docs/examples/two_processes.py": RUNS,
         "vllm serve": _ENGINES,
         "export KVLINK_INSECURE": _ENGINES,
-        "pip install '.[demo]'": "not run: tests/newcomer runs the same lines of transformers.md, and its torch is 5 GB without a local wheel",
+        "pip install '.[demo]'": "not run: tests/newcomer runs the same lines of transformers.md",
         "curl http": _ENGINES,
     },
     "docs/hardware/day-one.md": {"pip install": "not run: takes minutes, and is for hosts with a GPU or an RDMA NIC"},
