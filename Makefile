@@ -173,6 +173,11 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 release-wheels: venv ## dist/release/: a wheel for each Python that the metadata names and that runs here
 	.ci/release-wheel $$(python tests/pythons/interpreters.py | cut -d' ' -f2)
 
+.PHONY: test-aarch64
+test-aarch64: build ## a wheel for aarch64, cross-compiled, and imported and used under qemu-user (root)
+	ARCH=aarch64 .ci/release-wheel $(PYTHON)
+	.ci/test-aarch64 "$$(ls -t dist/release/*aarch64.whl | head -n 1)"
+
 .PHONY: test-newcomer
 test-newcomer: build release-wheel $(VENV)/.checked ## README and pages followed literally in a fresh Debian (root)
 	.ci/system-packages $(PYTHON) newcomer

@@ -62,6 +62,7 @@ LANES = {
     "soak": Lane("make soak", 3),
     "newcomer": Lane("make test-newcomer", 3),
     "release": Lane("make release-wheel", 3),
+    "aarch64": Lane("make test-aarch64", 3),
 }
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.
@@ -113,7 +114,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),
-    (r"\.ci/(release-wheel|test-wheel)", ("release",)),
+    (r"\.ci/(release-wheel|test-wheel|test-aarch64)", ("release", "aarch64")),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
         ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),
