@@ -233,7 +233,7 @@ class PreparedPlan:
 
 GroupRow = tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool]
 """Planner, owner's and reader's blocks, tokens, layers, and whether a streaming pull reads it once all is ready."""
-PartRow = tuple["Connection", list[GroupRow], tuple[int, int, int], int, int]
+PartRow = tuple["Connection", Sequence[GroupRow], tuple[int, int, int], int, int]
 """Connection, cache groups, seat, stream and number of tokens, see `Connection.pull_groups`."""
 
 class Connection:
@@ -254,8 +254,8 @@ class Connection:
     def prepare(
         self,
         planner: Planner,
-        owner_blocks: Any,
-        reader_blocks: Any,
+        block_ids: Any,
+        into: Any,
         tokens: tuple[int, int],
         layers: tuple[int, int],
     ) -> PreparedPlan:
@@ -264,8 +264,8 @@ class Connection:
     def pull(
         self,
         planner: Planner,
-        owner_blocks: Any,
-        reader_blocks: Any,
+        block_ids: Any,
+        into: Any,
         tokens: tuple[int, int],
         layers: tuple[int, int],
         seat: tuple[int, int, int],
