@@ -67,13 +67,9 @@ class ReloadingFile(Generic[T]):
         _log.info("loaded the changed files: %r", self)
 
 
-def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    return [_signature_of(path) for path in files]
-
-
-def _signature_of(path: Path) -> tuple[int, int, int]:
+def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]] | None:
     try:
-        found = path.stat()
+        found = [path.stat() for path in files]
     except OSError:
-        return (0, 0, 0)  # `read` says what is wrong, and which setting names the file
-    return (found.st_mtime_ns, found.st_ino, found.st_size)
+        return None  # `read` says what is wrong, and which setting names the file
+    return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]
