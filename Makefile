@@ -170,6 +170,16 @@ release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later,
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
 
+# ARCH=aarch64: for that processor.
+.PHONY: release-wheels
+release-wheels: venv ## dist/release/: a wheel for each Python that the metadata names and that runs here
+	.ci/release-wheel $$(python tests/pythons/interpreters.py | cut -d' ' -f2)
+
+.PHONY: test-aarch64
+test-aarch64: build ## a wheel for aarch64, cross-compiled, and imported and used under qemu-user (root)
+	ARCH=aarch64 .ci/release-wheel $(PYTHON)
+	.ci/test-aarch64 "$$(ls -t dist/release/*aarch64.whl | head -n 1)"
+
 .PHONY: test-newcomer
 test-newcomer: build release-wheel $(VENV)/.checked ## README and pages followed literally in a fresh Debian (root)
 	.ci/system-packages $(PYTHON) newcomer
@@ -183,6 +193,10 @@ test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debia
 .PHONY: test-pythons
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
 	.ci/pythons python
+
+.PHONY: test-extras
+test-extras: build ## each extra installed by itself, without constraints, and imported; torch may have 5 GB
+	.ci/extras $(PYTHON)
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine

@@ -57,6 +57,7 @@ LANES = {
     "mutation": Lane("make mutate", 2),
     "pythons": Lane("make test-pythons", 2),
     "image": Lane("make test-image", 3),
+    "extras": Lane("make test-extras", 3),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
@@ -64,6 +65,7 @@ LANES = {
     "soak": Lane("make soak", 3),
     "newcomer": Lane("make test-newcomer", 3),
     "release": Lane("make release-wheel", 3),
+    "aarch64": Lane("make test-aarch64", 3),
 }
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.
@@ -95,6 +97,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"benchmarks/(peers|results)", ()),
     (r"benchmarks/report/", ("processes", "pages")),
     (r"benchmarks/", ("processes",)),
+    (r"packaging/", ("image", "release")),
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
@@ -115,10 +118,10 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),
-    (r"\.ci/(release-wheel|test-wheel)", ("release",)),
+    (r"\.ci/(release-wheel|test-wheel|test-aarch64)", ("release", "aarch64")),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
-        ("processes", "deploy", "pythons", "image", "newcomer", "release"),
+        ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),
     ),
     (r"docs/examples/", ("processes", "docs", "newcomer")),
     (

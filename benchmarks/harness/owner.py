@@ -29,7 +29,7 @@ Answer = dict[str, Any]
 
 def external_pool(layout: KVLayout) -> BlockPool:
     """Returns a pool of memory that numpy allocates, in huge pages where the system gives them on request."""
-    return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
+    return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes], layout)
 
 
 def _filled(layout: KVLayout, seed: int, external: bool, gpu: int | None) -> BlockPool:

@@ -130,10 +130,10 @@ def _posted_ns(plan: _core.Plan, descriptors: int) -> float | None:
 
 def _planner(case: Case) -> _core.Planner:
     local, address = [], FIRST_ADDRESS
-    for num_bytes in case.reader.region_bytes():
+    for num_bytes in case.reader.region_bytes:
         local.append((address, num_bytes))
         address += num_bytes
-    remote = case.owner.region_bytes()
+    remote = case.owner.region_bytes
     return _core.Planner(core_layout(case.reader), core_layout(case.owner), local, remote, range(len(remote)))
 
 

@@ -30,8 +30,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Draw a summary file, such as docs/benchmarks/peers.json, as a light and a dark SVG into this folder "
-            "instead.",
+            help="Draw summary files, such as docs/benchmarks/figures/peers.json, as SVG into this folder instead.",
         ),
     ] = None,
     title: Annotated[str, typer.Option(help="Use this title instead of the host and date of the run.")] = "",
@@ -41,7 +40,7 @@ def report(
 ) -> None:
     """Draw benchmark results on one page that opens anywhere, without a network."""
     if chart is not None:
-        written = [str(path) for summary in results for path in write_charts(summary, chart)]
+        written = [str(write_charts(summary, chart)) for summary in results]
         typer.echo(json.dumps({"charts": written}) if as_json else "\n".join(written))
         return
     number = _write_page(results, output, title)

@@ -62,7 +62,7 @@ def simulate(
         typer.Option(
             min=0,
             max=1,
-            help="Let that worker lose a NIC after this share of the run; by default none is lost.",
+            help="Remove a NIC of that worker after this share of the run (0 to 1). By default none is removed.",
         ),
     ] = None,
     pulls: Annotated[

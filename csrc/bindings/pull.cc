@@ -260,6 +260,7 @@ void register_transfer(py::module_& m) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
       .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
       .def_property_readonly("started_ns", &Transfer::started_ns)
+      .def_property_readonly("proven_units", &Transfer::proven_units)
       .def("failure",
            [](const Transfer& self) {
              return failure_of(with_lock_of(self, [&self] { return self.status(); }));

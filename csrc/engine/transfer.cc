@@ -144,9 +144,13 @@ void Transfer::expire(int64_t now) {
   {
     std::lock_guard lock(mutex_);
     if (done() || stopping_) return;
+    const std::string landed =
+        streams_ && plan().bytes == 0
+            ? ", before the owner had written anything"
+            : " with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan().bytes) +
+                  (streams_ ? " bytes landed that the owner had written" : " bytes landed");
     stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
-                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan().bytes) +
-                         " bytes landed"));
+                         " ms" + landed));
     finish_if_stopped(now);
   }
   if (!done() && shared()) driver_->wake();  // another lane may have looked just before, and go to sleep

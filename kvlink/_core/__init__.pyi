@@ -126,6 +126,9 @@ class Transfer:
     @property
     def started_ns(self) -> int:
         """By `time.monotonic_ns()`."""
+    @property
+    def proven_units(self) -> int:
+        """Of a streaming pull: so many units have landed and validated, also if it failed later."""
     def failure(self) -> Failure | None:
         """Returns why it has failed; None when it went well."""
     def stats(self) -> TransferStats: ...

@@ -105,10 +105,12 @@ def coordinator(
 
     page = _Page(http_host, http_port)
 
-    def ready(address: str) -> None:
+    def ready(address: str, waits_for_store: bool) -> None:
         if page.url and not as_json:
             typer.echo(f"kvlink status page on {page.url}")
-        print_ready(as_json, f"kvlink coordinator on {address}", coordinator=address, status_page=page.url)
+        problem = "its store does not answer; calls are refused until it does" if waits_for_store else ""
+        text = ": ".join(filter(None, (f"kvlink coordinator on {address}", problem)))
+        print_ready(as_json, text, coordinator=address, status_page=page.url, problem=problem)
 
     security = Security.of(replace(config, insecure=insecure or config.insecure))
     gate = security.coordinator_gate(tenants)

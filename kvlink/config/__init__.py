@@ -153,7 +153,7 @@ class WorkerConfig(RdmaConfig):
     lease_s: float = setting(
         "KVLINK_LEASE_S",
         30.0,
-        "Sets the seconds after which an offer ends that its readers have not settled.",
+        "Sets the lifetime in seconds of an offer that no reader settles.",
         "A longer lease lets readers come later, and pins the blocks of lost requests for longer.",
         **_DURATION,
     )

@@ -131,8 +131,16 @@ class Coordinator:
         await self._store.start()
         self.address = await self._server.start(host, port)
         self.readiness.start()
-        _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
+        if self.waits_for_store:
+            _log.warning("coordinator refuses calls until its store answers address=%s", self.address)
+        else:
+            _log.info("coordinator serving address=%s lease_s=%g", self.address, self._lease_s)
         return self.address
+
+    @property
+    def waits_for_store(self) -> bool:
+        """Whether the store has not answered since the start, or not for a while."""
+        return self._store.health().stale_s > 0
 
     async def drain(self) -> None:
         """Sends every caller to other coordinators of the same store, or to the next process at this address.
@@ -300,14 +308,14 @@ async def serve(
     reflect: bool = False,
     security: Security | None = None,
     gate: Gate = coordinator_gate,
-    on_ready: Callable[[str], None] = lambda address: None,
+    on_ready: Callable[[str, bool], None] = lambda address, waits_for_store: None,
     background_service: BackgroundService = lambda coordinator: contextlib.nullcontext(),
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains it and returns.
 
     `store` is "memory", or "etcd://host:2379,host2:2379/fleet" for any number of equal coordinators. `on_ready` gets
-    "host:port" as bound. `background_service` is entered before that and left last. Raises ConfigError if it cannot
-    listen on the port.
+    "host:port" as bound, and whether calls are refused until the store answers. `background_service` is entered before
+    that and left last. Raises ConfigError if it cannot listen on the port.
     """
     security = security or Security.from_env()
     tenants = stores(store_maker(store, lease_s, limits), security)
@@ -319,7 +327,7 @@ async def serve(
     try:
         address = await coordinator.start(host, port)
         async with background_service(coordinator):
-            on_ready(address)
+            on_ready(address, coordinator.waits_for_store)
             await stop.wait()
             await coordinator.drain()
     finally:

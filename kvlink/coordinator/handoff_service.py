@@ -153,10 +153,10 @@ class HandoffServer:
 
     def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)
-        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
+        if refused.reason is Reason.FAILED and (more := self._failures.take()) is not None:
             request_id = getattr(operation, "request_id", "")
             _log.error(
-                "%s failed request=%s unsaid=%d", kind.name.lower(), request_id, unsaid, exc_info=error
+                "%s failed request=%s suppressed=%d", kind.name.lower(), request_id, more, exc_info=error
             )
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 

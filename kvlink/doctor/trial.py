@@ -151,7 +151,7 @@ def gpu_memory(device: int) -> Any:
 
 def pool_bytes() -> int:
     """Returns how many bytes move in each direction."""
-    return _LAYOUT.region_bytes()[0]
+    return _LAYOUT.region_bytes[0]
 
 
 def read_back(name: str, memory: Any, options: Mapping[str, str]) -> Check:

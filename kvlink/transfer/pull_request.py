@@ -37,7 +37,7 @@ class PullSpec(NamedTuple):
 
 
 class PullGroup(NamedTuple):
-    """What one cache group contributes to a pull, as the core takes it: `_core.GroupRow`."""
+    """Describes the part of one cache group in a pull, as the core takes it: `_core.GroupRow`."""
 
     planner: _core.Planner
     block_ids: Any
@@ -51,7 +51,7 @@ class PullGroup(NamedTuple):
 
 
 class PullPart(NamedTuple):
-    """What a pull reads from one owner, as the core takes it: `_core.PartRow`."""
+    """Describes what a pull reads from one owner, as the core takes it: `_core.PartRow`."""
 
     connection: _core.Connection
     groups: list[PullGroup]

@@ -287,7 +287,7 @@ class Worker:
         into: GroupIds,
         *,
         readers: int = 1,
-        instead: Ticket | str | None = None,
+        fallback: Ticket | str | None = None,
         offer_as: str | None = None,
         publish: bool = False,
         ttl_s: float | None = None,
@@ -303,9 +303,9 @@ class Worker:
         into: as for `pull`. Write these blocks again only after the pull has ended and the event of the offer has come.
         readers: how many workers read from this one. The ticket of the Relay has a seat for each, see `split`.
             With 0 nothing is offered.
-        instead: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest is
-            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end,
-            with all its seats: pass one of `split` if it has seats of others.
+        fallback: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest
+            is read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the
+            end, with all its seats: pass one of `split` if it has seats of others.
         offer_as: the request id of this worker's offer, by default that of `ticket`. At the coordinator, each relay
             needs an id of its own.
         publish, ttl_s: as for `offer`, for the offer of this worker.
@@ -316,7 +316,7 @@ class Worker:
         several owners; UnknownRequest if there is nothing to claim. The Relay raises what happens later.
         """
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
-        sources, block_ids = self._relays.checked((ticket, instead), into, limit_s)
+        sources, block_ids = self._relays.checked((ticket, fallback), into, limit_s)
         offered = None
         if readers:
             offered = self.offer(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from kvlink.runtime.background import ControlThread
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING, TRANSFORMERS = "operate/monitoring.md", "servers/transformers.md"
+WHOLE = ("getting-started/cookbook.md", "reference/python-api.md")
+"""Their blocks follow each other."""
 PREFIXES = "getting-started/prefixes.md"
 
 
@@ -38,7 +42,17 @@ def program(page: str, number: int = 0) -> str:
 
 def test_each_program_is_run() -> None:
     """A new one needs a test below."""
-    assert [page for page, _ in blocks("python")] == [PREFIXES, MONITORING, TRANSFORMERS, TRANSFORMERS]
+    found = [page for page, _ in blocks("python") if page not in WHOLE]
+    assert found == [PREFIXES, MONITORING, TRANSFORMERS, TRANSFORMERS]
+
+
+@pytest.mark.parametrize("page", WHOLE)
+def test_the_blocks_of_a_page_are_one_program_that_runs(page: str, tmp_path: Path) -> None:
+    text = "\n".join(block for where, block in blocks("python") if where == page)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:

@@ -27,7 +27,7 @@ from kvlink.types import TransportCard
 
 LAYOUT = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=2))
 NO_SUCH_GPU = 99
-ON_GPU = BlockPool([Region(1 << 40, LAYOUT.region_bytes()[0], None, None, gpu=NO_SUCH_GPU)], LAYOUT)
+ON_GPU = BlockPool([Region(1 << 40, LAYOUT.region_bytes[0], None, None, gpu=NO_SUCH_GPU)], LAYOUT)
 PATH = PathTaken("prefill-1", "verbs", 1, (), (), (), (), 65536, 16 << 20, 420.0, 400.0, False)
 VERBS = TransportCard("verbs", b"", (b"key",), (b"slots", b"words"))
 TCP = TransportCard("tcp", b"", (b"key",), (b"slots", b"words"), bounces=True)

@@ -26,7 +26,7 @@ LAYOUT = dense(
     Order.NHD,
     Regions.PER_LAYER,
 )
-SIZE = LAYOUT.region_bytes()[0]
+SIZE = LAYOUT.region_bytes[0]
 BASE = 0x7F0000000000
 SECOND = BASE + (1 << 20) + 64  # in the middle of a page
 CONFIG = WorkerConfig()

@@ -46,7 +46,7 @@ def lanes() -> ModuleType:
         ("tests/transfer/test_pool.py", []),
         ("tests/mutation/known.py", ["mutation"]),
         ("README.md", ["newcomer"]),
-        ("Makefile", ["processes", "deploy", "pythons", "image", "newcomer", "release"]),
+        ("Makefile", ["processes", "deploy", "pythons", "image", "extras", "newcomer", "release"]),
         (".ci/lanes.json", []),
     ],
 )

@@ -43,6 +43,7 @@ BUILT_OF = (
     "protos",
     "integrations",
     "benchmarks",
+    "packaging",
     "CMakeLists.txt",
     "pyproject.toml",
     "README.md",
@@ -112,7 +113,12 @@ def test_the_metadata_is_complete() -> None:
     found = distribution("kvlink")
     assert found.version == kvlink.__version__
     assert found.metadata["License-Expression"] == "Apache-2.0"
-    assert found.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert found.metadata.get_all("License-File") == [
+        "LICENSE",
+        "NOTICE",
+        "packaging/licenses/pybind11.txt",
+        "packaging/licenses/rdma-core.txt",
+    ]
     assert found.metadata["Author"] == "The kvlink authors"
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         found.metadata.get_all("Classifier") or ()

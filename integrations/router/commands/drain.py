@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink drain` takes a server out of a router's turn, or lets workers drain, and waits until they may end."""
+"""`kvlink drain` takes a server out of a router's rotation, or lets workers drain, and waits until they may end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def drain(
         str, typer.Option(help="Find workers at this coordinator. The default is KVLINK_COORDINATOR.")
     ] = "",
     notice_s: Annotated[
-        float, typer.Option(min=0, help="Wait at least this many seconds, in which routers notice.")
+        float, typer.Option(min=0, help="Wait at least this many seconds, so that routers notice.")
     ] = 0.0,
     grace_s: Annotated[
         float, typer.Option(min=0, help="Wait at most this many seconds for running requests and offers.")
@@ -69,7 +69,7 @@ def drain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Take a server out of a router's turn, or let workers drain, and wait until they may end.
+    """Take a server out of a router's rotation, or let workers drain, and wait until they may end.
 
     Then end the server: it may exit without a request being lost. The exit status is 1 if requests still run, or offers
     still wait for their readers, after --grace-s. They go on.

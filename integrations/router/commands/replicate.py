@@ -58,7 +58,7 @@ def replicate(
         float,
         typer.Option(
             min=0,
-            help="Wait so many seconds between rounds, in which servers publish the prefix to the others.",
+            help="Wait this many seconds between rounds, so that servers publish the prefix.",
         ),
     ] = 1.0,
     timeout_s: Annotated[

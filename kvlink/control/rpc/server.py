@@ -270,8 +270,8 @@ class GrpcServer:
         self.counts.refused(method.name, refused.reason.name)
         if refused.reason is Reason.DENIED:
             self._denials.note(method.path, context.peer(), refused.sentence)
-        if refused.reason is Reason.FAILED and (unsaid := self.failures.take()) is not None:
-            _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
+        if refused.reason is Reason.FAILED and (more := self.failures.take()) is not None:
+            _log.error("%s failed request=%s suppressed=%d", method.path, request_id, more, exc_info=error)
         forget_frames(error)
         refuse(context, refused.reason, refused.sentence[:_MAX_SENTENCE])
 

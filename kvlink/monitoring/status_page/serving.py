@@ -187,16 +187,16 @@ class _Bounded(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Drops records beyond the quota, and the traceback of a malformed request."""
-        unsaid = self._quota.take()
-        if unsaid is None:
+        suppressed = self._quota.take()
+        if suppressed is None:
             return False
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
             record.exc_info = record.exc_text = None
             why = " ".join(error.message.split())[:_MAX_SHOWN]
-            record.msg = "bad request status=%d why=%s unsaid=%d"
-            record.args = (error.code, why, unsaid)
+            record.msg = "bad request status=%d why=%s suppressed=%d"
+            record.args = (error.code, why, suppressed)
         return True
 
 

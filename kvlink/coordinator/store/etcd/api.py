@@ -279,9 +279,9 @@ class Health:
     def note_full(self, error: Exception) -> None:
         """Notes that a write was refused for lack of space. It is logged at most once a minute."""
         self.is_full = True
-        unsaid = self._quota.take()
-        if unsaid is not None:
-            _log.error("etcd is full, see the operator's guide unsaid=%d error=%s", unsaid, error)
+        suppressed = self._quota.take()
+        if suppressed is not None:
+            _log.error("etcd is full, see the operator's guide suppressed=%d error=%s", suppressed, error)
 
     def note_room(self) -> None:
         """Notes that a write that needs space was executed."""

@@ -109,11 +109,11 @@ class EtcdClaims:
                     return
                 await self._catch_up(claim.request_id)
         except KVLinkError as error:
-            if (unsaid := self._failures.take()) is not None:
+            if (suppressed := self._failures.take()) is not None:
                 _log.warning(
-                    "cannot make a given-up ticket available again request=%s unsaid=%d error=%s",
+                    "cannot make a given-up ticket available again request=%s suppressed=%d error=%s",
                     claim.request_id,
-                    unsaid,
+                    suppressed,
                     error,
                 )
 
