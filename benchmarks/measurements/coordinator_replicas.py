@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from kvlink.control import CoordinatorClient
 from kvlink.errors import ConfigError
 
 from ..harness.etcd import EtcdCluster
+from ..harness.statistics import quantiles_us
 from .control import Load, Row, card, cpu_s, in_processes, loader, one_from_each, stream, unary
 
 _MEMBERS = 3
@@ -135,7 +135,7 @@ def _losses(etcd: EtcdCluster, count: int) -> Iterator[Row]:
             losses.insert(0, ("the coordinator in use killed", _KILLS, lose_replica))
         for number, (what, rounds, lose) in enumerate(losses):
             taken_s = asyncio.run(_each_loss(addresses, f"loss{number}", rounds, lose))
-            yield {"what": what, "replicas": count, "members": _MEMBERS, **_spread(taken_s)}
+            yield {"what": what, "replicas": count, "members": _MEMBERS, **_times(taken_s)}
 
 
 Lose = Callable[[str], Callable[[], None]]
@@ -167,12 +167,5 @@ async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list
     return taken_s
 
 
-def _spread(taken_s: list[float]) -> Row:
-    taken_ms = sorted(1e3 * each_s for each_s in taken_s)
-    return {
-        "rounds": len(taken_ms),
-        "min_ms": round(taken_ms[0], 1),
-        "p50_ms": round(statistics.median(taken_ms), 1),
-        "p99_ms": round(taken_ms[len(taken_ms) * 99 // 100], 1),
-        "verified": True,
-    }
+def _times(taken_s: Sequence[float]) -> Row:
+    return {"rounds": len(taken_s), **quantiles_us([1e6 * each for each in taken_s]), "verified": True}

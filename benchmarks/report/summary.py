@@ -11,22 +11,12 @@ from typing import Any
 
 from kvlink.errors import ConfigError
 
+_KINDS = ("ours", "other", "limit", "text", "faint")
 COLOURS = {
-    "light": {
-        "ours": "#0b62d6",
-        "other": "#b4532a",
-        "limit": "#8a8f98",
-        "text": "#1f2328",
-        "faint": "#59636e",
-    },
-    "dark": {
-        "ours": "#58a6ff",
-        "other": "#e0834f",
-        "limit": "#6e7681",
-        "text": "#e6edf3",
-        "faint": "#9198a1",
-    },
+    "light": dict(zip(_KINDS, ("#0b62d6", "#b4532a", "#8a8f98", "#1f2328", "#59636e"), strict=True)),
+    "dark": dict(zip(_KINDS, ("#58a6ff", "#e0834f", "#6e7681", "#e6edf3", "#9198a1"), strict=True)),
 }
+_TITLE = "Time to move 256 scattered blocks (ms, less is better)"
 WIDTH, ROW, LABEL, BAR = 720, 24, 130, 500
 
 
@@ -36,14 +26,7 @@ def _text(x: float, y: float, size: int, colour: str, text: str, more: str = "")
 
 def _lines(data: dict[str, Any], colours: dict[str, str]) -> Iterator[str]:
     y = 22.0
-    yield _text(
-        0,
-        y,
-        15,
-        colours["text"],
-        "Time to move 256 scattered blocks (ms, less is better)",
-        ' font-weight="600"',
-    )
+    yield _text(0, y, 15, colours["text"], _TITLE, ' font-weight="600"')
     for panel in data["panels"]:
         y += 32
         yield _text(0, y, 13, colours["text"], panel["title"])
@@ -65,15 +48,11 @@ def drawn(data: dict[str, Any], colours: dict[str, str]) -> str:
         f"{panel['title']}: " + ", ".join(f"{name} {value:g} ms" for name, value, _ in panel["bars"])
         for panel in data["panels"]
     )
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-            'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-            f"<title>{escape(what)}</title>",
-            *_lines(data, colours),
-            "</svg>\n",
-        )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
     )
+    return "\n".join((head, f"<title>{escape(what)}</title>", *_lines(data, colours), "</svg>\n"))
 
 
 def write_charts(summary: Path, folder: Path) -> list[Path]:
@@ -87,8 +66,7 @@ def write_charts(summary: Path, folder: Path) -> list[Path]:
         texts = {theme: drawn(data, colours) for theme, colours in COLOURS.items()}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{summary} is no summary of measurements: {error!r}") from error
-    written = []
-    for theme, text in texts.items():
-        written.append(folder / f"{summary.stem}-{theme}.svg")
-        written[-1].write_text(text)
-    return written
+    paths = {theme: folder / f"{summary.stem}-{theme}.svg" for theme in texts}
+    for theme, path in paths.items():
+        path.write_text(texts[theme])
+    return list(paths.values())

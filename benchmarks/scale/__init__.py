@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of a large fleet for one coordinator, and how that grows with the fleet.
 
-`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py has workers that join and are idle,
-losses.py workers that come back, watchers.py the notification of changes, crowd.py the simulated workers, and growth.py
-the exponents.
+`parts(…)` runs `kvlink coordinator` and load processes on this host. phases.py has what is measured, crowd.py the
+simulated workers.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from ..harness.etcd import EtcdCluster
+from ..harness.statistics import exponents
 from ..measurements.control import Row
 from ..measurements.coordinator_replicas import Replica
-from .crowds import crowds
-from .fleet import fleet, joining
-from .growth import exponents
-from .load import Load
-from .losses import lost_replica
-from .usage import keep_to_last_core
-from .watchers import fan_out, watch_each_other
+from .crowd import crowds
+from .load import Load, keep_to_last_core
+from .phases import fan_out, fleet, joining, lost_replica, watch_each_other
 
 MEMORY, ETCD = "memory", "etcd"
 _WATCH_EACH_OTHER = 128

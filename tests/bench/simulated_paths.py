@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvlink.benchmarks.prediction.machines import Machine
-from kvlink.benchmarks.simulation.workload import path_of
+from kvlink.benchmarks.prediction.paths import Machine
+from kvlink.benchmarks.simulation.fleets import path_of
 from kvlink.benchmarks.workloads.models import MODELS
 from kvlink.transfer.cost_model import Cost
 

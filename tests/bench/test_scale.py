@@ -20,9 +20,9 @@ from control.etcd_cluster import need_etcd
 
 from kvlink.benchmarks import scale
 from kvlink.benchmarks.harness.processes import BenchError
+from kvlink.benchmarks.harness.statistics import exponent, exponents
 from kvlink.benchmarks.measurements.control import Row
 from kvlink.benchmarks.scale import load
-from kvlink.benchmarks.scale.growth import exponent, exponents
 from kvlink.cli.tables import show_parts, show_rows
 
 pytestmark = pytest.mark.verify

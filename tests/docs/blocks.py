@@ -39,7 +39,7 @@ HOW: dict[str, dict[str, str]] = {
         "# terminal 1": _ENGINES,
         "import kvlink": "tests/docs/test_readme.py",
     },
-    "docs/benchmarks/results.md": {"kvlink bench prefixes": _TRACE, "python tests/engines": _TRACE},
+    "docs/benchmarks/results.md": {"python tests/engines": _TRACE},
     "docs/getting-started/broadcast.md": {"seats = owner.split": _FRAGMENT},
     "docs/getting-started/install.md": {
         "apt-get update": _FIRST,
