@@ -3,7 +3,8 @@
 
 - late: in an open loop, from the intended arrival until a slot was free
 - offer: the prefill worker's call
-- claim: the decode worker's call, which knows only the request id, without the transfer
+- claim: the decode worker's call, which knows only the request id, without the transfer; for requests that come alone,
+  claim_parts_us has its parts, and of_bare_claim compares it with a claim by a bare client in the same run
 - plan, validate, settle: as the pull counts them
 - post: the time to give the reads to the transport, summed over the lanes
 - wire: the rest of the read
@@ -83,7 +84,12 @@ def rows(
     room = max(1, cache.most_blocks() // largest)
     slots = min(room, slots or (_SLOTS if arrivals else 1))
     places = max(slots, min(room, len(lengths) if arrivals else _POOL_REQUESTS))
-    with _opened(cache, largest * places, transport, prefills) as (owners, workers, baselines):
+    with _opened(cache, largest * places, transport, prefills) as (
+        owners,
+        workers,
+        baselines,
+        coordinator,
+    ):
         bench = Bench(owners, workers, cache, lengths, blocks)
         common: Row = {
             "model": model, "tp": tp, "pp": pp, "block_tokens": block_tokens, "transport": transport, "order": order,
@@ -105,14 +111,14 @@ def rows(
         elif slots > 1:
             common |= bench.run_together(max(iters, slots), largest, slots)
         else:
-            common |= {"slots": 1, **bench.run(iters, baselines)}
+            common |= {"slots": 1, **bench.run(iters, baselines), **bench.claim_parts(coordinator)}
         yield common | bench.row(prefill_ms * 1e3)
 
 
 @contextmanager
 def _opened(
     cache: Cache, num_blocks: int, transport: str, prefills: int
-) -> Iterator[tuple[list[list[Owner]], list[Worker], Baselines]]:
+) -> Iterator[tuple[list[list[Owner]], list[Worker], Baselines, str]]:
     """Opens all ranks of both sides. The last worker's pool is closed last."""
     with ExitStack() as stack:
         coordinator = stack.enter_context(coordinator_process())
@@ -149,4 +155,9 @@ def _opened(
             for rank, geometry in enumerate(cache.decode(num_blocks))
         ]
         pools = [worker.pool for worker in workers]
-        yield owners, workers, stack.enter_context(baselines_between(transport, owners[0], pools))
+        yield (
+            owners,
+            workers,
+            stack.enter_context(baselines_between(transport, owners[0], pools)),
+            coordinator,
+        )

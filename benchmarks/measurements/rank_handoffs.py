@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count, cycle, islice
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlink import Worker
+from kvlink.control import CoordinatorClient
 from kvlink.errors import KVLinkError
 from kvlink.layout import num_seats
 
@@ -37,6 +39,9 @@ SEED = 20_250_102
 """The seed of the contents at both sides."""
 
 _CHECK_LIMITS_EVERY = 4  # of the bare calls, besides the first and the last
+_CLAIMS = 25
+_PUBLISHED_S = 0.01  # after an offer, when the coordinator has it
+_CLAIM_S = 10.0
 
 
 class _Handoff(NamedTuple):
@@ -106,6 +111,34 @@ class Bench:
         if not self._made:
             raise BenchError(f"none of {iters} requests was handed off; see their messages above")
         return {}
+
+    def claim_parts(self, coordinator: str) -> Row:
+        """Measures what a claim consists of, with handoffs in turns: at once after the offer, and long after it.
+
+        publish is the wait for the coordinator to have the offer, rpc a claim alone by a bare client, and worker the
+        rest: the way to the control thread and back, the check of the ticket and the start of the pull.
+        """
+        at_once, later, alone = [], [], []
+        with closing(asyncio.new_event_loop()) as loop:
+            client = loop.run_until_complete(_client_of(coordinator))
+            for _ in range(_CLAIMS):
+                for us, pause_s in ((at_once, 0.0), (later, _PUBLISHED_S)):
+                    handoff = self._handoff(self._request(self._lengths[0], self._num_blocks), pause_s)
+                    us.append(handoff.us[PARTS.index("claim")])
+                request = self._request(self._lengths[0], self._num_blocks)
+                owners = self._prefills[request.prefill]
+                for owner, _ in owners:
+                    owner.call("offer_held", request_id=request.request_id)
+                time.sleep(_PUBLISHED_S)
+                start = time.perf_counter_ns()
+                loop.run_until_complete(client.claim(request.request_id, _CLAIM_S))
+                alone.append((time.perf_counter_ns() - start) / 1000)
+                for owner, _ in owners:
+                    owner.call("release", request_id=request.request_id)
+            loop.run_until_complete(client.close())
+        whole, known, bare = map(median, (at_once, later, alone))
+        parts = {"publish": max(0.0, whole - known), "rpc": bare, "worker": max(0.0, known - bare)}
+        return {"claim_parts_us": parts, "of_bare_claim": whole / bare}
 
     def _limit(self, baselines: Baselines, name: str, tokens: int, check: bool) -> None:
         request = self._draw(tokens, self._num_blocks)
@@ -240,10 +273,12 @@ class Bench:
             )
         return request
 
-    def _handoff(self, request: Request) -> _Handoff:
+    def _handoff(self, request: Request, pause_s: float = 0.0) -> _Handoff:
         request_id, owners = request.request_id, self._prefills[request.prefill]
         with self._asking:
             answers = [owner.call("offer_held", request_id=request_id) for owner, _ in owners]
+        if pause_s:
+            time.sleep(pause_s)
         start = time.perf_counter_ns()
         pulls = [worker.pull(request_id, into=request.ids) for worker in self._workers]
         for pull in pulls:
@@ -280,6 +315,10 @@ class Bench:
             contents.equal(worker.pool, request.ids, request.owner_ids, request.tokens)
             for worker, contents in zip(self._workers, self._contents, strict=True)
         )
+
+
+async def _client_of(coordinator: str) -> CoordinatorClient:
+    return await CoordinatorClient(coordinator).__aenter__()
 
 
 def saturation(rows: Iterable[Row]) -> Iterator[Row]:

@@ -27,7 +27,7 @@ LATE_US = 1000.0
 No slot was free then, or the machine was too busy.
 """
 
-_GROWN = 3
+_GROWN = 2
 _LEAD_S = 0.05  # until the first arrival, so that all threads wait for it
 
 
@@ -102,7 +102,7 @@ def gamma_times(num: int, per_s: float, seed: int, shape: float = 1.0) -> list[f
 def is_unstable(served: Sequence[Served]) -> bool:
     """Returns whether the queue grew throughout: then times are those of the number of requests, not of the rate.
 
-    The median of the last third of the requests took longer than that of the first third, by more than three times as
+    The median of the last third of the requests took longer than that of the first third, by more than twice as
     long as the quickest tenth takes.
     """
     third = len(served) // 3

@@ -126,7 +126,7 @@ def test_ranks_with_heads_in_common_share_the_readers() -> None:
 
 def test_nobody_keeps_blocks_of_requests_that_are_over(latent: str) -> None:
     cache = Cache(latent, Degrees(4, 1))
-    with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines):
+    with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines, _):
         bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
         bench.run(3, baselines)
         assert [owner.side.call("leases")["active"] for owner in owners[0]] == [0] * 4
@@ -142,7 +142,7 @@ def test_flipped_bytes_of_any_rank_are_not_verified(
 
 def test_one_byte_of_the_last_rank_counts(model: str) -> None:
     cache = Cache(model, Degrees(2, 4))
-    with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines):
+    with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines, _):
         bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
         bench.run(1, baselines)
         request = bench._draw(TOKENS, 40)

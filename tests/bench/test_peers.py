@@ -196,7 +196,7 @@ def test_a_tour_takes_every_block_once_and_is_not_counted() -> None:
 
 def test_shapes_and_paths_are_checked() -> None:
     assert run.shapes(None, None) == list(run.SHAPES)
-    assert run.shapes([4096], [1, 2]) == [(4096, 1), (4096, 2)]
+    assert run.shapes([4096], [1, 2]) == [Shape(4096, 1), Shape(4096, 2)]
     for size, blocks in ((12, 1), (1 << 20, 1024)):
         with pytest.raises(ConfigError, match="at most 512 MiB"):
             run.shapes([size], [blocks])

@@ -144,11 +144,11 @@ def test_all_means_every_extra_that_has_wheels() -> None:
 
 
 def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("cryptography", "pyverbs") else name)
-    check = extras.extras()
-    assert check.evidence.startswith(
-        "torch, cuda, demo, router, metrics, otel; for limits of RDMA devices"
+    monkeypatch.setattr(
+        extras, "find_spec", lambda name: None if name in ("cryptography", "pyverbs") else name
     )
+    check = extras.extras()
+    assert check.evidence.startswith("torch, cuda, demo, router, metrics, otel; for limits of RDMA devices")
     assert "apt-get install python3-pyverbs" in check.evidence
     assert check.evidence.endswith("; for `kvlink certs`: pip install 'kvlink[certs]'")
 
