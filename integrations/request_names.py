@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from kvlink.errors import ConfigError
-from kvlink.names import MAX_NAME_BYTES
+from kvlink.runtime.names import MAX_NAME_BYTES
 from kvlink.ticket import check_request_id
 
 _DERIVED = "kvlink-id-"

@@ -35,7 +35,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvlink import errors
-    from kvlink.broadcast import broadcast_parents
     from kvlink.config import WorkerConfig
     from kvlink.errors import (
         AccessDenied,
@@ -55,13 +54,14 @@ if TYPE_CHECKING:
         UnknownRequest,
     )
     from kvlink.layout import Context, Geometry, KVLayout, Order, Pipeline, Regions, dense
-    from kvlink.prefix_digests import digest_prefixes
     from kvlink.ticket import Ticket
+    from kvlink.ticket.prefix_digests import digest_prefixes
     from kvlink.transfer.explain import PathTaken
     from kvlink.transfer.pool import BlockPool
     from kvlink.transfer.pull import Pull, PullStats
     from kvlink.types import LeaseEnd, LeaseEvent, ReadyUnit
     from kvlink.worker import Worker
+    from kvlink.worker.broadcast import broadcast_parents
     from kvlink.worker.prefix_choice import PrefillMeter, PrefillRate, PrefixChoice, pull_or_compute
     from kvlink.worker.prefixes import SharedPrefix
     from kvlink.worker.prepared import PreparedPull
@@ -121,7 +121,7 @@ _HOMES = {
     "transfer.explain": ("PathTaken",),
     "layout": ("Context", "Geometry", "KVLayout", "Order", "Pipeline", "Regions", "dense"),
     "transfer.pool": ("BlockPool",),
-    "prefix_digests": ("digest_prefixes",),
+    "ticket.prefix_digests": ("digest_prefixes",),
     "ticket": ("Ticket",),
     "types": ("LeaseEnd", "LeaseEvent", "ReadyUnit"),
     "worker": ("Worker",),
@@ -130,7 +130,7 @@ _HOMES = {
     "worker.prepared": ("PreparedPull",),
     "worker.relay": ("Relay",),
     "worker.termination": ("Termination",),
-    "broadcast": ("broadcast_parents",),
+    "worker.broadcast": ("broadcast_parents",),
 }
 """Maps each module to the public names that it defines. Every other name of `__all__` is in `errors`."""
 
@@ -150,7 +150,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(f"kvlink.{home}")
     except ModuleNotFoundError as error:
-        if error.name != "kvlink._core":
+        if error.name != "kvlink._core._core":
             raise
         raise ImportError(
             "kvlink's native part is not built here; run `pip install -e .` in a checkout, or import the installed "

@@ -47,16 +47,16 @@ _ALLOWED = {
     "benchmarks/workloads": "an error ends a measurement, or it would print wrong numbers",
     "integrations/transformers/demo.py:decode": "gives a request to the loop of transformers, and starts nothing",
     "integrations/transformers/handoff.py:submit": "admits a handoff, and starts nothing itself",
-    "integrations/vllm/announcements.py:announce": "counts its own errors, and outgoing.py reads the future",
-    "integrations/vllm/announcements.py:take": "earlier_turns.py reads the future",
-    "integrations/vllm/peer_prefixes.py:find": "the lookups of prefixes read the future",
-    "kvlink/background.py": "passes the names of its callers to supervised.py, and futures to its callers",
+    "integrations/vllm/prefill/announcements.py:announce": "counts its own errors, and outgoing.py reads the future",
+    "integrations/vllm/prefill/announcements.py:take": "earlier_turns.py reads the future",
+    "integrations/vllm/chats/peer_prefixes.py:find": "the lookups of prefixes read the future",
+    "kvlink/runtime/background.py": "passes the names of its callers to supervised.py, and futures to its callers",
     "kvlink/control/security/reloading_channel.py:add_done_callback": "hands on a callback that its caller guards",
     "kvlink/coordinator/store/etcd/offers.py:_delete": "a group commit, whose failure the callback handles",
     "kvlink/coordinator/store/etcd/settle_orders.py:__anext__": "a group commit, whose failure changes nothing",
     "kvlink/monitoring/metrics/serving.py": "the threads of requests, which socketserver guards by handle_error",
     "kvlink/runtime/supervised.py": "starts all others",
-    "kvlink/worker/prefixes.py:find_prefix": "returns the future to the caller of kvlink",
+    "kvlink/worker/prefixes.py:find": "returns the future to the caller of kvlink",
 }  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -14,7 +14,7 @@ namespace kvlink {
 struct TransferStats;
 
 /// Counts durations by powers of two: bucket b has those of at most 2^(kFirst + b) ns, the last all longer
-/// ones. kvlink/durations.py has the same bounds.
+/// ones. kvlink/runtime/durations.py has the same bounds.
 struct Durations {
   static constexpr uint32_t kFirst = 9;
   static constexpr uint32_t kBuckets = 27;  // 512 ns, 1 us, … 17 s, longer

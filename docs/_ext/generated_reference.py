@@ -15,7 +15,7 @@ from kvlink.cli import app as cli
 from kvlink.cli.numbers import size_text
 from kvlink.cli.plugins import GROUP
 from kvlink.config import CATALOGUE
-from kvlink.setting import Setting
+from kvlink.config.setting import Setting
 
 
 def _default(setting: Setting) -> str:

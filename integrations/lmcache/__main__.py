@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from lmcache.cli.main import main
 from lmcache.v1.multiprocess.config import P2PConfig, add_p2p_args, parse_args_to_p2p_config
 
-from kvlink import WorkerConfig, log
+from kvlink import WorkerConfig
 from kvlink.errors import ConfigError
+from kvlink.runtime import log
 
 from . import register
 

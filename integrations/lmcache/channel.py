@@ -25,8 +25,8 @@ from lmcache.v1.distributed.transfer_channel.api import TransferChannelAddress, 
 from lmcache.v1.multiprocess.config import P2PConfig
 
 from kvlink import Worker, WorkerConfig
-from kvlink.addresses import split_address
 from kvlink.config import sources
+from kvlink.config.addresses import split_address
 from kvlink.control.security.tickets import TicketKeys, ticket_keys
 
 from .grants import Grants

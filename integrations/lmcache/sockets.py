@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kvlink.addresses import joined, split_address
+from kvlink.config.addresses import joined, split_address
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import AccessDenied, Cancelled, ConfigError, PeerUnreachable
 from kvlink.runtime.supervised import start_thread

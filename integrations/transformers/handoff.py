@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError
+from kvlink.runtime.background import ControlThread
 from kvlink.runtime.supervised import keep_running
 
 from .attention import layouts_of

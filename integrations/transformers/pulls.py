@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvlink import Pull, Ticket, Worker
-from kvlink.background import ControlThread
 from kvlink.errors import Cancelled, ConfigError
+from kvlink.runtime.background import ControlThread
 
 from ..request_names import printable
 from .attention import AttentionCache, Table, blocks_of, by_group

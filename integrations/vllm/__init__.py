@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .registration import register
+
 if TYPE_CHECKING:
     from .connector import KVLinkConnector
     from .encoder.connector import KVLinkEncoderConnector
@@ -30,22 +32,3 @@ def __getattr__(name: str) -> Any:
 
         return KVLinkEncoderConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def register() -> None:
-    """Registers the connectors by name. vLLM calls it in every process (entry point vllm.general_plugins)."""
-    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from .dynamo import make_known
-
-    # It may be called twice, and registering twice raises.
-    if "KVLinkConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            "KVLinkConnector", "kvlink.integrations.vllm.connector", "KVLinkConnector"
-        )
-    if "KVLinkEncoderConnector" not in ECConnectorFactory._registry:
-        ECConnectorFactory.register_connector(
-            "KVLinkEncoderConnector", "kvlink.integrations.vllm.encoder.connector", "KVLinkEncoderConnector"
-        )
-    make_known()

@@ -20,10 +20,9 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from . import register
-from .announcements import Announcements
-from .caches import LayerGroup, caches_of
-from .engine_config import (
+from .chats.turns import Turns
+from .model.caches import LayerGroup, caches_of
+from .model.engine_config import (
     at_this_host,
     drain_s,
     grows,
@@ -35,18 +34,19 @@ from .engine_config import (
     states_of,
     window_of,
 )
-from .handoff import RankInfo
-from .lease_slots import SlotGroups
-from .messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
-from .other_connectors import check_others
-from .outgoing import Chunk
+from .model.other_connectors import check_others
+from .model.seeds import continue_seeds
+from .model.unsupported import check_bidirectional, check_supported
+from .model.weight_changes import watch_weights
+from .prefill.announcements import Announcements
+from .prefill.lease_slots import SlotGroups
+from .prefill.outgoing import Chunk
+from .registration import register
 from .scheduler import SchedulerSide
-from .seeds import continue_seeds
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
-from .turns import Turns
-from .unsupported import check_bidirectional, check_supported
-from .weight_changes import watch_weights
+from .wire.handoff import RankInfo
+from .wire.messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
 from .worker import WorkerSide
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ..request_names import printable
-from .handoff_parts import Part
-from .stream_timing import LoadCost, Start, start
+from .wire.handoff_parts import Part
+from .wire.stream_timing import LoadCost, Start, start
 
 _log = logging.getLogger("vllm.kvlink")
 

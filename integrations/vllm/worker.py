@@ -19,13 +19,13 @@ from kvlink.errors import KVLinkError
 from kvlink.layout.scope import cache_scope
 
 from ..request_guard import RequestGuard
-from .caches import Caches
-from .handoff import Owner, RankInfo
-from .leases import Leases
-from .loads import Launched, Loads
+from .decode.loads import Launched, Loads
+from .model.caches import Caches
+from .prefill.leases import Leases
 from .rank_stats import RankStats
-from .step_commands import StepCommands
-from .stream_timing import LoadCost
+from .wire.handoff import Owner, RankInfo
+from .wire.step_commands import StepCommands
+from .wire.stream_timing import LoadCost
 
 _log = logging.getLogger("vllm.kvlink")
 

@@ -11,11 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 
-from kvlink import __version__
 from kvlink.cli import coordinator_command, doctor_command, output, plugins
 from kvlink.cli.completion import transport_names
 from kvlink.cli.examples import examples_of
@@ -44,12 +44,13 @@ Coordinator = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvlink {__version__}")
+        typer.echo(f"kvlink {_VERSION}")
         raise typer.Exit
 
 
+_VERSION = metadata.version("kvlink")
 _NEXT = f"""\
-kvlink {__version__} moves the KV cache of running requests between inference workers.
+kvlink {_VERSION} moves the KV cache of running requests between inference workers.
 
   kvlink doctor        what works on this machine, and how to fix the rest
   kvlink demo          a request that moves between processes, over every transport of this machine
@@ -255,7 +256,7 @@ def config(as_json: Json = False) -> None:
 @app.command()
 def version(as_json: Json = False) -> None:
     """Print the version of kvlink."""
-    typer.echo(json.dumps({"kvlink": __version__}) if as_json else f"kvlink {__version__}")
+    typer.echo(json.dumps({"kvlink": _VERSION}) if as_json else f"kvlink {_VERSION}")
 
 
 plugins.add_to(app)

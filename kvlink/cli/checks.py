@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from kvlink.addresses import joined, one_host, shown
+from kvlink.config.addresses import joined, one_host, shown
 from kvlink.errors import ConfigError
 
 

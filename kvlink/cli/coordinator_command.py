@@ -80,13 +80,14 @@ def coordinator(
     import os
     from dataclasses import replace
 
-    from kvlink import log, tracing
+    from kvlink import tracing
     from kvlink.cli import checks, status_page
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
     from kvlink.coordinator.coordinator import serve
     from kvlink.coordinator.gc_tuning import tune_gc
     from kvlink.errors import ConfigError
+    from kvlink.runtime import log
 
     host = checks.can_listen(host, port, "--host", "--port")
     if http_port is not None:

@@ -26,10 +26,11 @@ _SUMMARIES = {
     "kvlink.benchmarks.report.command:app": "Draw benchmark results on one page.",
     "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, or "
     "compare simulated with real pulls.",
-    "kvlink.cli.drain:app": "Take a server out of a router's turn, or let workers drain, and wait until they may end.",
-    "kvlink.cli.replicate:app": "Copy a prefix that many requests begin with to vLLM servers, "
+    "kvlink.integrations.router.commands.drain:app": "Take a server out of a router's turn, "
+    "or let workers drain, and wait until they may end.",
+    "kvlink.integrations.router.commands.replicate:app": "Copy a prefix that many requests begin with to vLLM servers, "
     "before those requests come.",
-    "kvlink.cli.router:app": "Route requests between prefill and decode servers. "
+    "kvlink.integrations.router.commands.router:app": "Route requests between prefill and decode servers. "
     "This is a demo, not for production.",
 }
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvlink.addresses import joined, split_address
-from kvlink.background import off_loop
+from kvlink.config.addresses import joined, split_address
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
 from kvlink.control.refusal import Reason, Refused, named
@@ -16,6 +15,7 @@ from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import Security, agent_gate
 from kvlink.control.values import ConnectReply, ConnectRequest, Nothing, Renewal, SettleOrder, WorkerEpoch
 from kvlink.errors import Cancelled
+from kvlink.runtime.background import off_loop
 from kvlink.types import WorkerCard
 
 Accepted = tuple[int, list[bytes]] | tuple[int, list[bytes], Sequence[bytes], Sequence[bytes]]

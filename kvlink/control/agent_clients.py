@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvlink.control.client import AgentClient
 from kvlink.control.now import now
 from kvlink.control.security import Security
-from kvlink.forks import check_grpc
+from kvlink.runtime.forks import check_grpc
 from kvlink.runtime.supervised import start_job
 
 _UNUSED_S = 300.0  # far longer than any call, so no call runs on a client that is closed as unused

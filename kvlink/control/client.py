@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 
-from kvlink.backoff import Backoff
+from kvlink.config.timeouts import given_or
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
@@ -41,7 +41,7 @@ from kvlink.control.values import (
     WorkerEpoch,
 )
 from kvlink.errors import CoordinatorUnavailable, UnknownRequest
-from kvlink.timeouts import given_or
+from kvlink.runtime.backoff import Backoff
 from kvlink.types import Joined, WorkerCard, WorkerChange
 
 _MAX_CACHED_CARDS = 4_096

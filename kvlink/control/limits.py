@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvlink.layout.groups import MAX_GROUPS
 from kvlink.layout.split import MAX_RANKS
-from kvlink.names import MAX_NAME_BYTES
+from kvlink.runtime.names import MAX_NAME_BYTES
 from kvlink.ticket import MAX_TICKET_BYTES
 
 __all__ = ["MAX_NAME_BYTES", "MAX_RANKS", "MAX_TICKET_BYTES"]

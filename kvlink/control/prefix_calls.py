@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from kvlink.config.timeouts import given_or
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.prefix_values import FoundPrefix, PrefixChanges, PrefixQuery
 from kvlink.control.rpc.client import Client
-from kvlink.timeouts import given_or
 
 
 class PrefixCalls(Client):

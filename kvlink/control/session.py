@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 
-from kvlink.backoff import Backoff
 from kvlink.control.beats import Beats
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
@@ -23,6 +22,7 @@ from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.values import Membership, Offer, Push, PushKind
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
+from kvlink.runtime.backoff import Backoff
 from kvlink.runtime.supervised import guarded, start_awaited, start_loop, survived
 from kvlink.types import WorkerCard
 

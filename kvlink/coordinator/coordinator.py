@@ -10,9 +10,9 @@ import re
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
-from kvlink import __version__
 from kvlink.control.codec import CARD, write_view
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import Limits
@@ -52,6 +52,7 @@ from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import start_loop
 from kvlink.types import WorkerCard
 
+_VERSION = version("kvlink")
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[Any])
@@ -107,7 +108,9 @@ class Coordinator:
         """Counts of calls and their refusals."""
         self.readiness = Readiness(self._server.set_ready, self._store.health, lambda: self._draining)
         self._add_calls(self._server)
-        self._about = About("", __version__, _without_passwords(store_name), security.keyring is not None, "")
+        self._about = About(
+            "", version("kvlink"), _without_passwords(store_name), security.keyring is not None, ""
+        )
         self.address = ""
 
     def __repr__(self) -> str:

@@ -7,14 +7,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvlink.addresses import is_loopback, split_address
-from kvlink.backoff import Backoff
+from kvlink.config.addresses import is_loopback, split_address
 from kvlink.control.client import AgentClient
 from kvlink.control.denials import LogQuota
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security import Security, caller
 from kvlink.coordinator.store import Store, refusals
 from kvlink.errors import CoordinatorUnavailable, KVLinkError
+from kvlink.runtime.backoff import Backoff
 from kvlink.types import WorkerCard
 
 _ANSWER_S = 1.5

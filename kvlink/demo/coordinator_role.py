@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvlink.background import ControlThread
 from kvlink.coordinator.coordinator import Coordinator
 from kvlink.demo.messages import Reply
+from kvlink.runtime.background import ControlThread
 
 
 class CoordinatorRole:

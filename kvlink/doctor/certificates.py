@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from kvlink.addresses import is_loopback
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import is_loopback
 from kvlink.control import Security
 from kvlink.control.security.keys import expiry
 from kvlink.control.security.names import listed

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvlink.addresses import is_loopback, split_address
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import is_loopback, split_address
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.hardware.sysfs import read

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from kvlink import env_names
-from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
+from kvlink.config import CATALOGUE, WorkerConfig, env_names, sources, unknown
 from kvlink.doctor.extras import extras
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvlink.config.nic_options import Way
 from kvlink.doctor.software import extension
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import KVLinkError, TransportUnavailable
@@ -19,7 +20,6 @@ from kvlink.hardware.gpudirect import CudaDriver, Driver, decide, inspect
 from kvlink.hardware.nics import MemoryPlace, NicSelection, choose, port_name
 from kvlink.hardware.topology import PciDevice, PortState, RdmaDevice, Topology, discover
 from kvlink.layout import Geometry, dense
-from kvlink.nic_options import Way
 
 _BLOCKS = 64
 _TIMEOUT_S = 20.0

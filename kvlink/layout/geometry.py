@@ -12,7 +12,7 @@ from kvlink.errors import ConfigError
 from kvlink.layout.kv_layout import KVLayout, Plane
 from kvlink.layout.sharding import heads_of
 from kvlink.layout.split import ALL_LAYERS, ALL_TOKENS, Context, Pipeline
-from kvlink.names import check_kind
+from kvlink.runtime.names import check_kind
 
 
 class Axis(Enum):

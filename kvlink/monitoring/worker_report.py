@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 
 from kvlink.control.overview import MAX_LINKS, MAX_REASONS, FailureCount, LinkReport, WorkerReport
-from kvlink.durations import Durations
 from kvlink.errors import KVLinkError
 from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
+from kvlink.runtime.durations import Durations
 from kvlink.transfer.path_stats import Path
 
 _log = logging.getLogger("kvlink.worker")

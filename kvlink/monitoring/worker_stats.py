@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvlink.durations import Durations
+from kvlink.runtime.durations import Durations
 from kvlink.transfer.engine import LeaseCounts, Port, SoftLeaseCounts
 from kvlink.transfer.path_stats import Path, PathCounts
 

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from kvlink.backoff import Backoff
 from kvlink.errors import KVLinkError
+from kvlink.runtime.backoff import Backoff
 
 _log = logging.getLogger("kvlink.loops")
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, TypeVar
 
 from kvlink import _core
-from kvlink.forks import num_forks
+from kvlink.runtime.forks import num_forks
 from kvlink.runtime.supervised import guarded
 from kvlink.transfer.engine import CompletionQueue, Engine
 

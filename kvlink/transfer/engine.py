@@ -12,14 +12,14 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from kvlink import _core, errors
-from kvlink.addresses import numeric
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import numeric
+from kvlink.config.nic_options import Way, parse_ways
 from kvlink.errors import ConfigError, KVLinkError
-from kvlink.forks import ADVICE
 from kvlink.hardware.kernels import kernel_for
 from kvlink.hardware.nics import RefusedNic
 from kvlink.layout import KVLayout
-from kvlink.nic_options import Way, parse_ways
+from kvlink.runtime.forks import ADVICE
 from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_read_check import unreadable_ports
 from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging

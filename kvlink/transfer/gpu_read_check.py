@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvlink import _core
-from kvlink.addresses import numeric
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import numeric
+from kvlink.config.nic_options import Way
 from kvlink.errors import KVLinkError
 from kvlink.hardware.gpudirect import Driver, export
-from kvlink.nic_options import Way
 from kvlink.transfer.nic_registration import rdma_options
 
 _log = logging.getLogger("kvlink.registration")

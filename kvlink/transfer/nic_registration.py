@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvlink import _core
 from kvlink.config import WorkerConfig
+from kvlink.config.nic_options import Way, parse_ways
+from kvlink.config.rdma_config import parse_pkey
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemory, export
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports
-from kvlink.nic_options import Way, parse_ways
-from kvlink.rdma_config import parse_pkey
 from kvlink.transfer.pool import BlockPool, Region
 
 _log = logging.getLogger("kvlink.registration")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlink.durations import Durations
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.layout import rank_of
+from kvlink.runtime.durations import Durations
 from kvlink.runtime.supervised import guarded
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
 from kvlink.transfer.device_work import DeviceWork, has_ended, until_ended

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvlink import _core
-from kvlink.durations import Durations
+from kvlink.runtime.durations import Durations
 
 MAX_PATHS = 256
 """The number of owner and transport pairs with their own counters. Beyond it, the oldest pair that is not connected

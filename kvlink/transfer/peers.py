@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvlink.background import off_loop
 from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
 from kvlink.layout import GroupsAssignment, assign_groups, owner_ranks
 from kvlink.layout.groups import difference
+from kvlink.runtime.background import off_loop
 from kvlink.runtime.supervised import guarded, start_loop
 from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path

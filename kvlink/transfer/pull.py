@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvlink import _core
+from kvlink.config.timeouts import checked
 from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
 from kvlink.ticket import Ticket
-from kvlink.timeouts import checked
 from kvlink.transfer.completion import LoopWaiter, SharedAwaitable, cancellation
 from kvlink.transfer.engine import error_of, failure
 from kvlink.transfer.explain import Part, PathTaken, paths_taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlink.backoff import FIRST_S, LONGEST_S
+from kvlink.runtime.backoff import FIRST_S, LONGEST_S
 
 _SILENCE_S = 10.0
 """The shortest time for an owner that neither refuses nor answers. Its host may be down, but the owner or this process

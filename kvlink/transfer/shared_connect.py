@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from kvlink.durations import Durations
 from kvlink.errors import Cancelled, KVLinkError, PeerUnreachable, TransferTimeout
+from kvlink.runtime.durations import Durations
 from kvlink.runtime.supervised import guarded, start_awaited
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.reconnect import ReconnectBackoff

@@ -9,8 +9,8 @@ from typing import cast
 
 from kvlink.errors import ConfigError
 from kvlink.layout import rank_of
-from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import LeaseSeat, Ticket, check_request_id
+from kvlink.ticket.prefix_digests import PrefixDigests
 from kvlink.transfer.block_ids import BlockIds, as_buffer
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import GroupIds, NumTokens, arrays_of, joined

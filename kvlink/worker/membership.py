@@ -20,9 +20,9 @@ from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
 from kvlink.control.security import incarnation_of
 from kvlink.control.values import WorkerEpoch
-from kvlink.durations import Durations
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
+from kvlink.runtime.durations import Durations
 from kvlink.runtime.supervised import start_job, start_loop
 from kvlink.ticket import Ticket
 from kvlink.transfer.engine import Engine

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from kvlink.addresses import is_loopback, is_wildcard, split_address
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import is_loopback, is_wildcard, split_address
 from kvlink.errors import ConfigError
 
 _FIX = "set KVLINK_HOST to an address of this host that peers reach (ip -brief address)"

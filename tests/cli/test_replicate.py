@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvlink.cli.replicate import app
 from kvlink.errors import ConfigError
+from kvlink.integrations.router.commands.replicate import app
 
 TOKENS = 1576
 KEY = "sk-not-to-be-shown"

@@ -10,10 +10,10 @@ from control.cards import make_card
 from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
 
-from kvlink.background import close_all
 from kvlink.control import CoordinatorClient
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.runtime.background import close_all
 
 
 @pytest.fixture(autouse=True)

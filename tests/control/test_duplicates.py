@@ -16,7 +16,7 @@ from control.cards import make_card, make_offer
 from control.certificates import Pki
 from waiting import closed_port, until
 
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
 from kvlink.control.refusal import Refused, Replaced, WorkerIdTaken
 from kvlink.coordinator import Coordinator, incumbents

@@ -19,7 +19,7 @@ from transports.pools import fill, wide
 from waiting import until
 
 from kvlink import Worker, WorkerConfig
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient, Limits, Security
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
 from kvlink.control.refusal import Overloaded

@@ -19,7 +19,7 @@ from transports.pools import wide
 from waiting import until
 
 from kvlink import Ticket, Worker, WorkerConfig
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, WorkerAgent
 from kvlink.control.codec import AgentCalls, CoordinatorCalls, Method
 from kvlink.control.security.host_tokens import (

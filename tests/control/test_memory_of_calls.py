@@ -18,7 +18,7 @@ from control.codec_values import METHODS
 from control.raw import raw_channel
 from control.uncollected import BROKEN, DENIED, TRANSPORT
 
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient, Security
 from kvlink.control.codec import AgentCalls, Method
 from kvlink.control.codec import CoordinatorCalls as Calls

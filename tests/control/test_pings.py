@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from control.processes import CoordinatorProcess
 
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.rpc import channel, server

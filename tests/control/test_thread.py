@@ -16,10 +16,10 @@ import pytest
 from control.processes import CoordinatorProcess
 from waiting import eventually
 
-from kvlink.background import ControlThread, close_all, close_with_loop
 from kvlink.control import CoordinatorClient
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError, CoordinatorUnavailable
+from kvlink.runtime.background import ControlThread, close_all, close_with_loop
 from kvlink.runtime.supervised import failures
 
 
@@ -198,7 +198,7 @@ def test_interpreter_exit_with_everything_open_is_silent(
         import sys
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from control.cards import make_card
-        from kvlink.background import ControlThread
+        from kvlink.runtime.background import ControlThread
         from kvlink.control import *
         thread = ControlThread()
         async def start():
@@ -222,7 +222,7 @@ def test_a_forked_child_is_told_and_exits_cleanly() -> None:
         """
         import asyncio, os, warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
-        from kvlink.background import ControlThread
+        from kvlink.runtime.background import ControlThread
         thread = ControlThread()
         thread.run(asyncio.sleep(0))
         child = os.fork()

@@ -15,8 +15,8 @@ import yaml
 from waiting import eventually
 
 from kvlink import BlockPool, Geometry, PrefillRate, Worker, dense
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
+from kvlink.runtime.background import ControlThread
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING, TRANSFORMERS = "operate/monitoring.md", "servers/transformers.md"

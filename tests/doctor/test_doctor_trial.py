@@ -15,11 +15,11 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER
 from hardware.fake_root import GPU, FakeRoot
 
+from kvlink.config.nic_options import Way
 from kvlink.doctor import Verdict, trial
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import Allocation, Gpu, Kind
 from kvlink.hardware.topology import discover
-from kvlink.nic_options import Way
 
 PASS, FAIL = Verdict.PASS, Verdict.FAIL
 

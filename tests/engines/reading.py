@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.background import ControlThread
 from kvlink.control import AgentClient
 from kvlink.errors import StaleBlocks
-from kvlink.integrations.vllm.caches import CacheGroup
-from kvlink.integrations.vllm.handoff import Handoff
+from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.wire.handoff import Handoff
+from kvlink.runtime.background import ControlThread
 from kvlink.types import WorkerCard
 
 

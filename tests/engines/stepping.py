@@ -28,9 +28,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm.connector import KVLinkConnector
+from kvlink.runtime.background import ControlThread
 
 BLOCK_TOKENS, CHUNK_TOKENS, WINDOW, NUM_BLOCKS = 16, 64, 40, 64
 PROMPT = [index * 7 % 500 for index in range(203)]  # in four chunks

@@ -24,9 +24,9 @@ from pair import ask
 from servers import Server, running
 from streams import MODEL, body_of, connect, launch
 
-from kvlink.router.answering import Answering, Options
-from kvlink.router.control_socket import asking
-from kvlink.router.serving import routing
+from kvlink.integrations.router.answering import Answering, Options
+from kvlink.integrations.router.control_socket import asking
+from kvlink.integrations.router.serving import routing
 
 SIZES = (128, 1024, 4096)
 NUM_NEW, DRAINED_AFTER = 160, 20

@@ -18,7 +18,7 @@ from connectors import PATIENT_LEASE_S, kv_transfer
 from pair import Tokens, ask, prompt
 from servers import Launch, Server, running, vllm
 
-from kvlink.router.control_socket import asking
+from kvlink.integrations.router.control_socket import asking
 
 MODEL = "llama"
 LARGEST = 8192

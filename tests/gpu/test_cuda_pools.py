@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from kvlink import BlockPool, Worker, WorkerConfig
+from kvlink.config.nic_options import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, export, inspect
 from kvlink.layout import Geometry, Order, Regions, dense
-from kvlink.nic_options import Way
 
 BLOCKS = 256
 GEOMETRY = Geometry(num_layers=4, total_heads=8, row_bytes=256, num_blocks=BLOCKS)

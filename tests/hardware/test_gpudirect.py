@@ -16,10 +16,10 @@ from hardware.fake_root import GPU, FakeRoot, bars
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlink.config.nic_options import Way, parse_ways
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Facts, Kind, Ordering, decide, export, inspect
 from kvlink.hardware.gpudirect.export import whole_pages
-from kvlink.nic_options import Way, parse_ways
 
 MIB = 1 << 20
 GOOD = Facts(

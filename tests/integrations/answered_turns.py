@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.integrations.vllm.handoff import KEY
+from kvlink.integrations.vllm.wire.handoff import KEY
 
 PROMPT = list(range(100, 110))
 ANSWER = list(range(200, 207))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
+from kvlink.runtime.background import ControlThread
 
 
 @pytest.fixture(scope="module")
 def unsigned() -> Iterator[None]:
     """Nothing is signed, so that what would be refused as forged is parsed and compared."""
-    from kvlink.integrations.vllm import handoff
+    from kvlink.integrations.vllm.wire import handoff
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVLINK_TICKET_KEYS", "none")

@@ -16,8 +16,8 @@ from vllm_server import ASK_PREFILL, Server, request
 from waiting import eventually
 
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm.earlier_turns import ANSWER_AS, ANSWER_OF
-from kvlink.integrations.vllm.handoff import KEY, Handoff
+from kvlink.integrations.vllm.chats.earlier_turns import ANSWER_AS, ANSWER_OF
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff
 
 
 def test_the_ticket_of_an_answer_is_no_handoff_for_decode(servers: tuple[Server, Server]) -> None:

@@ -23,15 +23,15 @@ from vllm_server import ASK_PREFILL, Server, request
 from kvlink.control.prefix_values import FoundPrefix
 from kvlink.errors import ConfigError
 from kvlink.integrations.request_names import name_of
-from kvlink.integrations.vllm.boundary import mismatch, take_params
-from kvlink.integrations.vllm.cached_blocks import check_pool
-from kvlink.integrations.vllm.earlier_turns import EarlierTurns
-from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, RankInfo
-from kvlink.integrations.vllm.handoff_parts import Part
-from kvlink.integrations.vllm.peer_prefixes import PeerPrefixes
-from kvlink.integrations.vllm.prefix_lookups import PrefixLookups
-from kvlink.prefix_digests import PrefixDigests
+from kvlink.integrations.vllm.chats.cached_blocks import check_pool
+from kvlink.integrations.vllm.chats.earlier_turns import EarlierTurns
+from kvlink.integrations.vllm.chats.peer_prefixes import PeerPrefixes
+from kvlink.integrations.vllm.chats.prefix_lookups import PrefixLookups
+from kvlink.integrations.vllm.wire.boundary import mismatch, take_params
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, RankInfo
+from kvlink.integrations.vllm.wire.handoff_parts import Part
 from kvlink.ticket import SHARED_SEAT, LeaseSeat
+from kvlink.ticket.prefix_digests import PrefixDigests
 
 pytestmark = pytest.mark.usefixtures("unsigned")
 

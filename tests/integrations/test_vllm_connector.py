@@ -14,9 +14,9 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: skip
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm import remote_leases
-from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
-from kvlink.integrations.vllm.handoff import KEY
+from kvlink.integrations.vllm.decode import remote_leases
+from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.wire.handoff import KEY
 
 PROMPT = list(range(100, 110))  # two whole blocks and a half
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from kvlink.integrations.vllm.dynamo import make_known
+from kvlink.integrations.vllm.registration import make_known
 
 NAME = "dynamo.vllm.kv_connector_protocols"
 

@@ -23,8 +23,8 @@ from vllm_server import ASK_PREFILL, Server, request
 from vllm_stage import LAYOUTS, SETTINGS, Pair, Pairs, left, plays
 from waiting import eventually
 
-from kvlink.integrations.vllm.announcements import Following
-from kvlink.integrations.vllm.handoff_parts import STREAM
+from kvlink.integrations.vllm.prefill.announcements import Following
+from kvlink.integrations.vllm.wire.handoff_parts import STREAM
 from kvlink.transfer.pull import Pull
 
 

@@ -16,11 +16,12 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm import announcements, remote_leases
-from kvlink.integrations.vllm.handoff_parts import ANNOUNCED, STREAM
-from kvlink.integrations.vllm.outgoing import Chunk
+from kvlink.integrations.vllm.decode import remote_leases
+from kvlink.integrations.vllm.prefill import announcements
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
+from kvlink.integrations.vllm.wire.handoff_parts import ANNOUNCED, STREAM
+from kvlink.runtime.background import ControlThread
 
 PROMPT = list(range(100, 110))  # blocks of 4: two whole ones and a half
 PREFILL = ASK_PREFILL | {STREAM: "s"}

@@ -12,7 +12,7 @@ from answered_turns import bidirectional, next_turn, offered, pulled
 from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.integrations import models
-from kvlink.integrations.vllm import weight_changes
+from kvlink.integrations.vllm.model import weight_changes
 from kvlink.layout.model_identity import identity_text
 
 A = identity_text("a" * 16, {"weights": "1111", "name": "llama"})

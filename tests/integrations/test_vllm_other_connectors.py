@@ -10,7 +10,7 @@ import pytest
 from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.other_connectors import check_others
+from kvlink.integrations.vllm.model.other_connectors import check_others
 
 PROMPT = list(range(10))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.integrations.vllm.page_format import page_format
+from kvlink.integrations.vllm.model.caches import page_format
 
 PROMPT = list(range(10))
 _E4M3 = "float8_e4m3fn"

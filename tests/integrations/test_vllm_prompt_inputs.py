@@ -11,8 +11,8 @@ import pytest
 from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.handoff import prompt_digest
-from kvlink.integrations.vllm.prompt_inputs import check_media, features_of
+from kvlink.integrations.vllm.model.prompt_inputs import check_media, features_of
+from kvlink.integrations.vllm.wire.handoff import prompt_digest
 
 PROMPT = [7, 0, 0, 0, 5, 0, 0, 0, 6, 2]
 """Two images of three placeholders each."""

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from test_vllm_connector import PROMPT, gone
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.integrations.vllm.handoff import KEY
+from kvlink.integrations.vllm.wire.handoff import KEY
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from test_vllm_connector import PROMPT, gone
 from vllm_server import ASK_PREFILL, Server, request
 from waiting import eventually
 
-from kvlink.integrations.vllm.handoff import KEY, Handoff
-from kvlink.integrations.vllm.outgoing import Chunk
-from kvlink.integrations.vllm.remote_leases import RemoteLeases
-from kvlink.integrations.vllm.renewals import LONGEST_S, STILL_S, Renewals
+from kvlink.integrations.vllm.decode.remote_leases import RemoteLeases
+from kvlink.integrations.vllm.decode.renewals import LONGEST_S, STILL_S, Renewals
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff
 from kvlink.runtime import supervised
 
 LEASE_S = 30.0
@@ -258,7 +258,7 @@ def test_the_tick_goes_on_after_an_error_that_nobody_expects(
             raise UnicodeError("nobody expects it")
 
     monkeypatch.setattr(RemoteLeases, "tick", tick)
-    monkeypatch.setattr("kvlink.integrations.vllm.remote_leases._TICK_S", 0.0)
+    monkeypatch.setattr("kvlink.integrations.vllm.decode.remote_leases._TICK_S", 0.0)
     before = supervised.failures().get("vllm-leases", 0)
     leases = RemoteLeases(clock)
     eventually(lambda: len(ticked) > 1)

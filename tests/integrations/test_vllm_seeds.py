@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvlink.integrations.vllm import seeds
-from kvlink.integrations.vllm.seeds import DRAWN, advance, continue_seeds
-from kvlink.router import continuation
+from kvlink.integrations.router import continuation
+from kvlink.integrations.vllm.model import seeds
+from kvlink.integrations.vllm.model.seeds import DRAWN, advance, continue_seeds
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

@@ -17,13 +17,13 @@ from waiting import eventually
 
 from vllm_server import ASK_PREFILL, NUM_BLOCKS, Server, request  # isort: skip
 
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm import prefixes
-from kvlink.integrations.vllm.prefixes import prefix_digests, shared_span
+from kvlink.integrations.vllm.chats import prefixes
+from kvlink.integrations.vllm.chats.prefixes import prefix_digests, shared_span
 from kvlink.integrations.vllm.settings import Settings
-from kvlink.integrations.vllm.stream_timing import LoadCost
+from kvlink.integrations.vllm.wire.stream_timing import LoadCost
+from kvlink.runtime.background import ControlThread
 
 SPAN = 8
 """Two blocks."""

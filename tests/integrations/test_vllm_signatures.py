@@ -13,9 +13,9 @@ import pytest
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm import handoff
-from kvlink.integrations.vllm.caches import CacheGroup
-from kvlink.integrations.vllm.handoff import KEY, Handoff, Owner, prompt_digest
+from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.wire import handoff
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, prompt_digest
 from kvlink.ticket import LeaseSeat
 
 SAMPLE = Handoff(

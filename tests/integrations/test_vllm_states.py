@@ -15,12 +15,12 @@ from waiting import eventually
 
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.caches import Caches, LayerGroup, Rank, caches_of
-from kvlink.integrations.vllm.handoff import Handoff, prompt_digest
-from kvlink.integrations.vllm.lease_slots import SlotGroups
-from kvlink.integrations.vllm.stateful import Stateful
-from kvlink.integrations.vllm.states import StatePart, States, parts_of
-from kvlink.integrations.vllm.step_commands import HandedOff, Load, StepCommands
+from kvlink.integrations.vllm.model.caches import Caches, LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.model.stateful import Stateful
+from kvlink.integrations.vllm.model.states import StatePart, States, parts_of
+from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
+from kvlink.integrations.vllm.wire.handoff import Handoff, prompt_digest
+from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, StepCommands
 from kvlink.integrations.vllm.worker import WorkerSide
 from kvlink.layout import num_seats
 

@@ -18,11 +18,11 @@ from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.integrations.request_guard import RequestGuard
-from kvlink.integrations.vllm.handoff import Handoff, Owner, RankInfo
-from kvlink.integrations.vllm.handoff_parts import ANNOUNCED, STREAM, Part
-from kvlink.integrations.vllm.outgoing import Chunk, Outgoing
+from kvlink.integrations.vllm.prefill.outgoing import Chunk, Outgoing
 from kvlink.integrations.vllm.stream_decisions import StreamDecisions
-from kvlink.integrations.vllm.stream_timing import LoadCost, Remaining
+from kvlink.integrations.vllm.wire.handoff import Handoff, Owner, RankInfo
+from kvlink.integrations.vllm.wire.handoff_parts import ANNOUNCED, STREAM, Part
+from kvlink.integrations.vllm.wire.stream_timing import LoadCost, Remaining
 from kvlink.ticket import LeaseSeat
 
 PROMPT = list(range(100, 114))  # three whole blocks of 4 and a half

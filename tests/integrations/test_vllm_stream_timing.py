@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from kvlink.integrations.vllm.stream_timing import (
+from kvlink.integrations.vllm.wire.stream_timing import (
     LoadCost,
     Remaining,
     Share,

@@ -13,9 +13,9 @@ from tracing.memory import collecting_here
 from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm.handoff import Handoff
-from kvlink.integrations.vllm.handoff_parts import STREAM
-from kvlink.integrations.vllm.traces import TRACEPARENT
+from kvlink.integrations.vllm.wire.handoff import Handoff
+from kvlink.integrations.vllm.wire.handoff_parts import STREAM
+from kvlink.integrations.vllm.wire.traces import TRACEPARENT
 from kvlink.tracing import TraceParent
 
 PROMPT = list(range(100, 110))

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_server import BLOCK_TOKENS, NUM_BLOCKS, Server
 
-from kvlink.integrations.vllm.outgoing import Chunk
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
 from kvlink.integrations.vllm.worker import Results
 
 CHUNK_TOKENS = 6

@@ -14,14 +14,14 @@ import torch
 from waiting import eventually
 
 from kvlink import WorkerConfig
-from kvlink.integrations.vllm.announcements import Announcements
-from kvlink.integrations.vllm.caches import LayerGroup, Rank, caches_of
-from kvlink.integrations.vllm.lease_slots import SharedSeats, SlotGroups
-from kvlink.integrations.vllm.outgoing import Chunk
-from kvlink.integrations.vllm.peer_prefixes import PeerPrefixes
+from kvlink.integrations.vllm.chats.peer_prefixes import PeerPrefixes
+from kvlink.integrations.vllm.chats.turns import Turns
+from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.model.windows import Window
+from kvlink.integrations.vllm.prefill.announcements import Announcements
+from kvlink.integrations.vllm.prefill.lease_slots import SharedSeats, SlotGroups
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
 from kvlink.integrations.vllm.scheduler import SchedulerSide
-from kvlink.integrations.vllm.turns import Turns
-from kvlink.integrations.vllm.windows import Window
 from kvlink.integrations.vllm.worker import WorkerSide
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_BYTES = 16, 4, 4, 8

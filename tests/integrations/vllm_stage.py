@@ -14,9 +14,9 @@ from vllm_hostile import Mutation, Params, Story, honest, mutated_part, passed_o
 from vllm_server import ASK_PREFILL, NUM_BLOCKS, Server, request
 from waiting import eventually
 
-from kvlink.background import ControlThread
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm.handoff_parts import STREAM
+from kvlink.integrations.vllm.wire.handoff_parts import STREAM
+from kvlink.runtime.background import ControlThread
 
 ONE, TWO = (("layer.0", "layer.1"),), (("layer.0",), ("window.1",))
 LAYOUTS: list[dict[str, Any]] = [

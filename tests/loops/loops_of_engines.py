@@ -18,8 +18,8 @@ from loops.rows import FailingOnce, Unexpected, failing, scene
 from waiting import eventually
 
 from kvlink.integrations.lmcache.reads import Reads
-from kvlink.integrations.vllm import remote_leases
-from kvlink.integrations.vllm.remote_leases import RemoteLeases
+from kvlink.integrations.vllm.decode import remote_leases
+from kvlink.integrations.vllm.decode.remote_leases import RemoteLeases
 
 _INTEGRATIONS = str(Path(__file__).parents[1] / "integrations")
 

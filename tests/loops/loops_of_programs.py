@@ -15,8 +15,9 @@ from urllib.request import urlopen
 from loops.rows import Unexpected, failing, passes, scene
 from typer.testing import CliRunner
 
-from kvlink.cli import keys, replicate
+from kvlink.cli import keys
 from kvlink.errors import ConfigError
+from kvlink.integrations.router.commands import replicate
 from kvlink.monitoring.metrics.serving import MetricsPort, _Server
 from kvlink.monitoring.status_page import connections
 from kvlink.monitoring.status_page.connections import CONNECTION_S, BoundedConnections

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of kvlink/router."""
+"""The loops of integrations/router."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unittest import mock
 from loops.rows import Unexpected, passes, scene
 from waiting import closed_port, until
 
-from kvlink.router.moves import Move
-from kvlink.router.serving import routing
-from kvlink.router.upstream import Upstream
+from kvlink.integrations.router.moves import Move
+from kvlink.integrations.router.serving import routing
+from kvlink.integrations.router.upstream import Upstream
 
 
 @scene("router probe")

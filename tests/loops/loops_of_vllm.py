@@ -11,15 +11,15 @@ from loops.loops_of_worker import coordinator, status
 from loops.rows import failing, scene
 from waiting import eventually
 
-from kvlink.background import ControlThread
 from kvlink.control import CoordinatorClient, Offer
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.coordinator import Coordinator
-from kvlink.integrations.vllm.announcements import Announcements
-from kvlink.integrations.vllm.handoff import Handoff, Owner
-from kvlink.integrations.vllm.peer_prefixes import PeerPrefixes
-from kvlink.prefix_digests import PrefixDigests
+from kvlink.integrations.vllm.chats.peer_prefixes import PeerPrefixes
+from kvlink.integrations.vllm.prefill.announcements import Announcements
+from kvlink.integrations.vllm.wire.handoff import Handoff, Owner
+from kvlink.runtime.background import ControlThread
 from kvlink.ticket import SHARED_SEAT, LeaseSeat
+from kvlink.ticket.prefix_digests import PrefixDigests
 
 
 def handoff(name: str) -> Handoff:

@@ -15,11 +15,12 @@ from loops.rows import FailingOnce, Unexpected, failing, passes, scene
 from waiting import eventually, until
 from worker.soft_server import LAYOUT
 
-from kvlink import BlockPool, Worker, WorkerConfig, background
-from kvlink.background import ControlThread
+from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.coordinator import Coordinator
 from kvlink.errors import PeerUnreachable, TransferTimeout
+from kvlink.runtime import background
+from kvlink.runtime.background import ControlThread
 from kvlink.transfer.completion import LoopWaiter, QueueReader
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pulls import Pulls, _Run

@@ -19,9 +19,9 @@ from kvlink import __version__
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.coordinator import serve
 from kvlink.errors import ConfigError
-from kvlink.log import JsonFormatter
 from kvlink.monitoring.status_page import connections
 from kvlink.monitoring.status_page.serving import serve_status_page
+from kvlink.runtime.log import JsonFormatter
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from netns.lan import Lan
 
 import kvlink.errors
-from kvlink.broadcast import broadcast_parents, readers_of
+from kvlink.worker.broadcast import broadcast_parents, readers_of
 
 _RATE = "100mbit"
 _READERS = 8

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 
 from control.cards import make_card, make_offer
 
-from kvlink import log
 from kvlink.control import CoordinatorClient, Session
 from kvlink.control.values import SettleOrder
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, UnknownRequest
+from kvlink.runtime import log
 
 PATIENCE_S = 60.0
 """Is the patience of each call: longer than every fault, so that a call that fails was refused for another reason."""

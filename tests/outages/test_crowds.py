@@ -17,7 +17,7 @@ import pytest
 from control.cards import make_card, make_offer
 from outages.programs import Coordinator, Program
 
-from kvlink.addresses import split_address
+from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient, Session
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ from test_draining_servers import ask
 from test_router import Place
 from token_engine import TokenEngine
 
-from kvlink.router.server_events import value_of
+from kvlink.integrations.router.server_events import value_of
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 20, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "stream": True}

@@ -27,9 +27,9 @@ from moving_place import (
 )
 from token_engine import MODEL_LIMIT
 
-from kvlink.router import resuming
-from kvlink.router.choice import Ring
-from kvlink.router.server_events import value_of
+from kvlink.integrations.router import resuming
+from kvlink.integrations.router.choice import Ring
+from kvlink.integrations.router.server_events import value_of
 
 
 @pytest.fixture

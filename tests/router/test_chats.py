@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError
 from test_router import BODY, Place
 
-from kvlink.router.chats import Chats
+from kvlink.integrations.router.chats import Chats
 
 TICKET = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "d", "kvlink": {"secret": 1}}
 USER, ANSWER, MORE = (

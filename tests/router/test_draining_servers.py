@@ -17,10 +17,10 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from test_router import BODY, Place
 from waiting import until
 
-from kvlink.cli.drain import wait
 from kvlink.errors import ConfigError
-from kvlink.router import control_socket, upstream
-from kvlink.router.control_socket import asking
+from kvlink.integrations.router import control_socket, upstream
+from kvlink.integrations.router.commands.drain import wait
+from kvlink.integrations.router.control_socket import asking
 
 Row = dict[str, Any]
 

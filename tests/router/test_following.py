@@ -16,7 +16,7 @@ from fake_engine import HANDOFF
 from test_router import BODY, CHAT, Place
 from tracing.finding import REQUEST
 
-from kvlink.router.bodies import num_tokens
+from kvlink.integrations.router.bodies import num_tokens
 
 
 @pytest.fixture

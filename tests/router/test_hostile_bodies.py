@@ -20,12 +20,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_router import BODY, Place
 
-from kvlink.router import bodies, replies
-from kvlink.router.bodies import HANDOFF, TooDeep, encoded, num_tokens, object_in, parsed
-from kvlink.router.chats import Chats
-from kvlink.router.continuation import CHATS, COMPLETIONS, can_continue, continuing_body
-from kvlink.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
-from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
+from kvlink.integrations.router import bodies, replies
+from kvlink.integrations.router.bodies import HANDOFF, TooDeep, encoded, num_tokens, object_in, parsed
+from kvlink.integrations.router.chats import Chats
+from kvlink.integrations.router.continuation import CHATS, COMPLETIONS, can_continue, continuing_body
+from kvlink.integrations.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
+from kvlink.integrations.router.streamed_answer import BrokenOff, StreamedAnswer
 
 _NAMES = st.sampled_from(
     [

@@ -16,10 +16,10 @@ from moving_place import BODY, CHAT, REQUESTS, Moving, moving_place, names, said
 from test_draining_servers import ask
 from token_engine import HANDOFF
 
-from kvlink.router import moves
-from kvlink.router.choice import Ring
-from kvlink.router.counts import Counts
-from kvlink.router.upstream import Upstream
+from kvlink.integrations.router import moves
+from kvlink.integrations.router.choice import Ring
+from kvlink.integrations.router.counts import Counts
+from kvlink.integrations.router.upstream import Upstream
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from fake_engine import HANDOFF, PIECES
 from test_router import BODY, Place
 from yarl import URL
 
-from kvlink.router.serving import routing
+from kvlink.integrations.router.serving import routing
 
 GENERATE = "/inference/v1/generate"
 TOKENS = {

@@ -17,11 +17,11 @@ pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 from aiohttp import ClientError, ClientSession
 from fake_engine import HANDOFF, FakeEngine, events
 
-from kvlink.backoff import Backoff
-from kvlink.router import choice, serving, upstream
-from kvlink.router.answering import Options
-from kvlink.router.choice import Ring
-from kvlink.router.serving import routing
+from kvlink.integrations.router import choice, serving, upstream
+from kvlink.integrations.router.answering import Options
+from kvlink.integrations.router.choice import Ring
+from kvlink.integrations.router.serving import routing
+from kvlink.runtime.backoff import Backoff
 from kvlink.runtime.supervised import failures
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvlink.router.bodies import HANDOFF, decode_body, handoff_of, one_handoff_suffices, prefill_body
-from kvlink.router.choice import FIRST_BACK_OFF_S, MOST_BACK_OFF_S, Ring
+from kvlink.integrations.router.bodies import (
+    HANDOFF,
+    decode_body,
+    handoff_of,
+    one_handoff_suffices,
+    prefill_body,
+)
+from kvlink.integrations.router.choice import FIRST_BACK_OFF_S, MOST_BACK_OFF_S, Ring
 
 URLS = ["http://a", "http://b", "http://c"]
 CLIENTS = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "min_tokens": 3, "stream": True, "seed": 7}

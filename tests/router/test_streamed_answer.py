@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvlink.router import server_events
-from kvlink.router.continuation import CHATS, COMPLETIONS, can_continue
-from kvlink.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
-from kvlink.router.streamed_answer import BrokenOff, StreamedAnswer
+from kvlink.integrations.router import server_events
+from kvlink.integrations.router.continuation import CHATS, COMPLETIONS, can_continue
+from kvlink.integrations.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
+from kvlink.integrations.router.streamed_answer import BrokenOff, StreamedAnswer
 
 BODY = {"model": "m", "prompt": "a b", "max_tokens": 9, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}

@@ -15,7 +15,7 @@ from waiting import eventually
 from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
-from kvlink.names import check_name
+from kvlink.runtime.names import check_name
 from kvlink.ticket import LeaseSeat
 from kvlink.transfer.block_ids import BlockIds, as_array, as_buffer, check_distinct
 

@@ -14,10 +14,10 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 
 from kvlink import WorkerConfig, _core
+from kvlink.config.nic_options import Way
 from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import Driver
 from kvlink.layout import Geometry, dense
-from kvlink.nic_options import Way
 from kvlink.transfer import engine as engines
 from kvlink.transfer.gpu_read_check import Buffer, NotTriedError, Port, read_through, unreadable_ports
 from kvlink.transfer.nic_registration import NicRegistration, register_with_nics

@@ -14,10 +14,10 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 
 from kvlink import WorkerConfig, _core
+from kvlink.config.nic_options import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import Gpu, Kind, Ordering
 from kvlink.layout import Geometry, Order, Regions, dense
-from kvlink.nic_options import Way
 from kvlink.transfer.nic_registration import NicRegistration, register_with_nics
 from kvlink.transfer.pool import BlockPool, Region
 

@@ -8,8 +8,8 @@ from array import array
 
 from hypothesis import strategies as st
 
-from kvlink.prefix_digests import PrefixDigests
 from kvlink.ticket import MAX_SLOTS, SHARED_SEAT, SIGNATURE_BYTES, SMALLEST_NONCE, LeaseSeat, Ticket
+from kvlink.ticket.prefix_digests import PrefixDigests
 from kvlink.tracing import TraceParent
 from kvlink.types import ReadyUnit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlink.broadcast import broadcast_parents, depth, readers_of, steps
 from kvlink.errors import ConfigError
+from kvlink.worker.broadcast import broadcast_parents, depth, readers_of, steps
 
 
 def links_to(parents: list[int], reader: int) -> int:

@@ -8,11 +8,11 @@ from dataclasses import fields
 
 import pytest
 
-from kvlink.addresses import split_address
 from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
+from kvlink.config.addresses import split_address
+from kvlink.config.nic_options import NicNames, parse_nics
+from kvlink.config.setting import Setting
 from kvlink.errors import ConfigError
-from kvlink.nic_options import NicNames, parse_nics
-from kvlink.setting import Setting
 from kvlink.transfer.transport_names import select
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]

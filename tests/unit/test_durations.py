@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.durations import BOUNDS_S, Durations
+from kvlink.runtime.durations import BOUNDS_S, Durations
 
 NANOSECONDS = st.lists(st.integers(0, 2**40), max_size=50)
 

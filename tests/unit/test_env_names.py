@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from kvlink import BlockPool, Worker, env_names
-from kvlink.config import WorkerConfig, unknown
+from kvlink import BlockPool, Worker
+from kvlink.config import WorkerConfig, env_names, unknown
 from kvlink.doctor import Verdict, software
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense

@@ -37,7 +37,7 @@ def lanes() -> ModuleType:
         ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy", "docs"]),
         ("kvlink/worker/worker.py", ["transports", "processes", "docs"]),
         ("kvlink/monitoring/status_page/page.js", ["processes", "pages", "docs"]),
-        ("integrations/vllm/loads.py", ["processes", "docs", "engines"]),
+        ("integrations/vllm/decode/loads.py", ["processes", "docs", "engines"]),
         ("docs/operate/coordinator.md", ["docs"]),
         ("docs/operate/monitoring.md", ["docs", "newcomer"]),
         ("docs/examples/streaming.py", ["processes", "docs", "newcomer"]),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlink import log
+from kvlink.runtime import log
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ BUILT_OF = (
     "LICENSE",
     "NOTICE",
 )
-PURE = ("errors", "types", "layout", "ticket", "config", "hardware.topology", "log", "tracing")
+PURE = ("errors", "types", "layout", "ticket", "config", "hardware.topology", "runtime.log", "tracing")
 
 BLOCK = """
 import sys
@@ -122,9 +122,9 @@ def test_the_metadata_is_complete() -> None:
         "bench": "kvlink.benchmarks:app",
         "predict": "kvlink.benchmarks.prediction.command:app",
         "report": "kvlink.benchmarks.report.command:app",
-        "drain": "kvlink.cli.drain:app",
-        "replicate": "kvlink.cli.replicate:app",
-        "router": "kvlink.cli.router:app",
+        "drain": "kvlink.integrations.router.commands.drain:app",
+        "replicate": "kvlink.integrations.router.commands.replicate:app",
+        "router": "kvlink.integrations.router.commands.router:app",
         "simulate": "kvlink.benchmarks.simulation.command:app",
     }
     (script,) = found.entry_points.select(group="console_scripts")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from unit.example_tickets import SOFT, TICKET, tickets
 
 from kvlink.errors import ConfigError
-from kvlink.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests, digest_prefixes
 from kvlink.ticket import SHARED_SEAT, SIGNATURE_BYTES, LeaseSeat, Ticket, trace_in
+from kvlink.ticket.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests, digest_prefixes
 from kvlink.tracing.traceparent import NUM_BYTES
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvlink import WorkerConfig
+from kvlink.config.rdma_config import parse_pkey
 from kvlink.errors import ConfigError
-from kvlink.rdma_config import parse_pkey
 from kvlink.transfer.nic_registration import rdma_options
 
 

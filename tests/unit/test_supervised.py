@@ -14,9 +14,9 @@ from itertools import count, pairwise
 import pytest
 from virtual_time import run as in_virtual_time
 
-from kvlink.backoff import FIRST_S, LONGEST_S
 from kvlink.errors import ConfigError
 from kvlink.runtime import supervised
+from kvlink.runtime.backoff import FIRST_S, LONGEST_S
 from kvlink.runtime.supervised import (
     failures,
     for_each,

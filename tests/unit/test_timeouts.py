@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvlink.config.timeouts import checked, given_or
 from kvlink.errors import ConfigError
-from kvlink.timeouts import checked, given_or
 
 
 def test_zero_is_given() -> None:

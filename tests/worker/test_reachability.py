@@ -10,7 +10,7 @@ import pytest
 from waiting import closed_port
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.addresses import is_loopback, is_wildcard, joined, plain_host, split_address
+from kvlink.config.addresses import is_loopback, is_wildcard, joined, plain_host, split_address
 from kvlink.doctor import Verdict, network
 from kvlink.errors import ConfigError, KVLinkError, PeerUnreachable
 from kvlink.layout import Geometry, dense

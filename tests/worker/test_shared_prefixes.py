@@ -13,7 +13,6 @@ from waiting import closed_port, eventually
 from worker.soft_server import LAYOUT, blocks_of
 
 from kvlink import BlockPool, Ticket, Worker, WorkerConfig
-from kvlink.background import ControlThread
 from kvlink.control import CoordinatorClient
 from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.coordinator import Coordinator
@@ -21,6 +20,7 @@ from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, PeerUnreachable, StaleBlocks, StaleReason
 from kvlink.layout import KVLayout
 from kvlink.layout.scope import cache_scope
+from kvlink.runtime.background import ControlThread
 from kvlink.worker.prefixes import SharedPrefix
 
 NAMED = dataclasses.replace(LAYOUT, model="llama at 1a2b")

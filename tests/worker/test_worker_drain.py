@@ -19,14 +19,14 @@ import pytest
 from transports.pools import PoolSpec
 
 from kvlink import Termination, Ticket, Worker, WorkerConfig
-from kvlink.cli.drain import _drain_workers, drain
-from kvlink.cli.drain_workers import draining, is_here, is_within
 from kvlink.control import AgentClient, CoordinatorClient
 from kvlink.control.security import Caller, set_caller
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, KVLinkError
 from kvlink.hardware.host_identity import this_host
+from kvlink.integrations.router.commands.drain import _drain_workers, drain
+from kvlink.integrations.router.commands.drain_workers import draining, is_here, is_within
 from kvlink.types import WorkerCard
 
 

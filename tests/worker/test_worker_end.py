@@ -19,9 +19,9 @@ from descriptors import descriptors, opened_since
 from waiting import eventually
 
 from kvlink import BlockPool, LeaseEnd, LeaseEvent, Ticket, Worker, _core
-from kvlink.durations import Durations
 from kvlink.errors import Cancelled, ConfigError, UnknownRequest
 from kvlink.layout import Geometry, dense
+from kvlink.runtime.durations import Durations
 from kvlink.transfer.engine import CompletionQueue
 from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, AllPathStats, Path, PathCounts
 from kvlink.transfer.reconnect import ReconnectBackoff
@@ -188,7 +188,7 @@ def test_a_ticket_that_cannot_be_signed_holds_no_lease(worker: Worker) -> None:
 
 
 def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:
-    program = "import sys, kvlink.background; print('concurrent.futures.thread' in sys.modules)"
+    program = "import sys, kvlink.runtime.background; print('concurrent.futures.thread' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout == "True\n"
 

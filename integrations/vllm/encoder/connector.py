@@ -20,9 +20,9 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from kvlink.layout.model_identity import model_id
 
-from ..engine_config import at_this_host, model_of
+from ..model.engine_config import at_this_host, model_of
+from ..model.weight_changes import watch_weights
 from ..settings import Settings
-from ..weight_changes import watch_weights
 from .commands import EncoderCopies, EncoderStep
 from .items import KEY
 from .model_format import check_supported, format_of

@@ -13,8 +13,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from kvlink.errors import ConfigError
 from kvlink.layout.model_identity import model_id
 
-from ..engine_config import model_of
-from ..prompt_inputs import check_media
+from ..model.engine_config import model_of
+from ..model.prompt_inputs import check_media
 from .items import ItemFormat
 
 _log = logging.getLogger("vllm.kvlink")

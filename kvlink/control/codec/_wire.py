@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvlink import names
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, check
 from kvlink.control.values import Nothing
 from kvlink.errors import ConfigError
+from kvlink.runtime import names
 from kvlink.types import PROTOCOL_VERSION
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvlink.control.overview import CallCount, Overview, RefusalCount, WorkerView
 from kvlink.control.rpc.feed import Feed
-from kvlink.durations import Durations
+from kvlink.runtime.durations import Durations
 
 
 class CallCounts:

@@ -14,8 +14,6 @@ import grpc
 import grpc.aio
 
 from kvlink import tracing
-from kvlink.background import close_with_loop
-from kvlink.backoff import Backoff
 from kvlink.control.codec import Method
 from kvlink.control.limits import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from kvlink.control.now import now
@@ -23,7 +21,9 @@ from kvlink.control.refusal import REASON_TRAILER, error_of
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Security, Trust
 from kvlink.errors import AccessDenied, ConfigError, CoordinatorError, CoordinatorUnavailable, KVLinkError
-from kvlink.forks import use_grpc
+from kvlink.runtime.background import close_with_loop
+from kvlink.runtime.backoff import Backoff
+from kvlink.runtime.forks import use_grpc
 
 Q = TypeVar("Q")
 R = TypeVar("R")

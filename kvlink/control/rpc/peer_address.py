@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
-from kvlink.addresses import is_loopback
+from kvlink.config.addresses import is_loopback
 
 _MASK = (1 << 64) - 1
 _serving: ContextVar[Any] = ContextVar("kvlink_serving")

@@ -15,8 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvlink import tracing
-from kvlink.addresses import plain_host
-from kvlink.background import close_with_loop
+from kvlink.config.addresses import plain_host
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import DenialLog, LogQuota
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
@@ -29,7 +28,8 @@ from kvlink.control.rpc.turns import Turns
 from kvlink.control.security import MEMBER, Caller, Gate, Security, incarnation_of, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
-from kvlink.forks import use_grpc
+from kvlink.runtime.background import close_with_loop
+from kvlink.runtime.forks import use_grpc
 from kvlink.runtime.supervised import start_awaited
 
 Q = TypeVar("Q")

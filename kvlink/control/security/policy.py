@@ -13,8 +13,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from kvlink.addresses import is_loopback, plain_host
 from kvlink.config import WorkerConfig
+from kvlink.config.addresses import is_loopback, plain_host
 from kvlink.control.security import advice
 from kvlink.control.security.callers import Gate, coordinator_gate
 from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens

@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from kvlink.backoff import Backoff
+from kvlink.runtime.backoff import Backoff
 from kvlink.runtime.supervised import guarded
 
 

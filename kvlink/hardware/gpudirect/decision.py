@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvlink.config.nic_options import Way
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.driver import Kind
-from kvlink.nic_options import Way
 
 DMA_BUF_KERNEL = (5, 12)  # the first with ibv_reg_dmabuf_mr
 _OPEN_MODULES = "install the driver's open kernel modules (packages nvidia-open, nvidia-driver-*-open)"

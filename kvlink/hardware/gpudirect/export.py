@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvlink.config.nic_options import Way
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
 from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Ordering
 from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
-from kvlink.nic_options import Way
 
 _log = logging.getLogger("kvlink.registration")
 

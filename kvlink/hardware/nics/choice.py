@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvlink.config.nic_options import NicNames, parse_nics
 from kvlink.errors import ConfigError
 from kvlink.hardware.nics.candidates import (
     Candidate,
@@ -24,7 +25,6 @@ from kvlink.hardware.nics.candidates import (
 )
 from kvlink.hardware.nics.values import MemoryPlace, NicChoice, NicSelection, RefusedNic, port_name
 from kvlink.hardware.topology import Distance, Topology, normalize
-from kvlink.nic_options import NicNames, parse_nics
 
 # First guess of the share of the link's rate that a path achieves: peer-to-peer traffic through a CPU costs about half
 # of it on many machines. It matters only if an operator mixes distances, and measured rates should replace it.

@@ -11,7 +11,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvlink.durations import BOUNDS_S, Durations
+from kvlink.runtime.durations import BOUNDS_S, Durations
 from kvlink.runtime.supervised import failures
 
 _F = TypeVar("_F", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvlink.durations import Durations
 from kvlink.errors import KVLinkError, StaleReason
 from kvlink.layout.model_identity import model_labels
 from kvlink.monitoring.metrics.families import Families
 from kvlink.monitoring.worker_stats import Link, StatsSource, WorkerStats
+from kvlink.runtime.durations import Durations
 
 _PHASE = "Time of one phase. Plan, read, validate and settle count valid transfers only, by transport."
 _PHASES = ("plan", "read", "validate", "settle")

@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from kvlink.backoff import Backoff
 from kvlink.control.now import now
 from kvlink.coordinator.store.etcd.api import Etcd, put
 from kvlink.coordinator.store.etcd.errors import StoreFull
@@ -19,6 +18,7 @@ from kvlink.coordinator.store.etcd.history import same
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
 from kvlink.errors import KVLinkError
+from kvlink.runtime.backoff import Backoff
 from kvlink.runtime.supervised import start_awaited, start_loop, survived
 from kvlink.v1 import etcd_pb2 as pb
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvlink drain` takes a server out of a router's turn, or lets workers drain, and waits until they may end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from kvlink.cli.examples import examples_of
+from kvlink.cli.json_option import Json
+from kvlink.cli.tables import print_json
+from kvlink.errors import ConfigError, KVLinkError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+_LOOK_EVERY_S = 0.2
+
+Row = dict[str, Any]
+Ask = Callable[[str, str], list[Row]]
+"""Sends a command ("drain", "force", "resume" or "servers") about a server, and returns the router's rows."""
+
+
+@app.command(epilog=examples_of("drain"))
+def drain(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SERVER | WORKER]",
+            help="Drain the server at this base URL, as it was given to the router, or the worker of this name.",
+        ),
+    ] = "",
+    port: Annotated[
+        int,
+        typer.Option(
+            "--router", min=1, max=65535, help="Ask the router that listens on this port of this host."
+        ),
+    ] = 8000,
+    process: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Drain the workers of this process and of those that it started, on this host."
+        ),
+    ] = 0,
+    coordinator: Annotated[
+        str, typer.Option(help="Find workers at this coordinator. The default is KVLINK_COORDINATOR.")
+    ] = "",
+    notice_s: Annotated[
+        float, typer.Option(min=0, help="Wait at least this many seconds, in which routers notice.")
+    ] = 0.0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="Wait at most this many seconds for running requests and offers.")
+    ] = 300.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Let the server get requests again instead.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Drain the server although no other one of its role is up.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Take a server out of a router's turn, or let workers drain, and wait until they may end.
+
+    Then end the server: it may exit without a request being lost. The exit status is 1 if requests still run, or offers
+    still wait for their readers, after --grace-s. They go on.
+
+    With the URL of a server, the router sends it no new requests, and this command waits until it has answered those
+    that run. When a server answers again at the same URL, it gets requests as before. Run this as the user of the
+    router, or as root, on the router's host.
+
+    With the name of a worker, or with --process, the workers show at the coordinator that they drain until they end,
+    and this command waits until their offers have been read or have expired.
+    """
+    if bool(what) == bool(process):
+        raise ConfigError("name a server, a worker, or a process by --process, and only one of them")
+    if "://" in what:
+        command = "resume" if resume else "force" if force else "drain"
+        rows = _drain_server(what, port, command, notice_s, grace_s)
+    elif resume:
+        raise ConfigError("--resume is for servers of a router; a worker drains until it ends")
+    else:
+        rows = _drain_workers(what, process, coordinator, notice_s, grace_s)
+    for row in rows:
+        if as_json:
+            print_json(row)
+        else:
+            busy = "offers wait for readers" if row["role"] == "worker" else "requests run"
+            typer.echo(f"{row['role']} {row['server']}: {row['state']}, {row['running']} {busy}")
+    if not resume and (left := sum(row["running"] for row in rows)):
+        still = "offers still wait for readers" if rows[0]["role"] == "worker" else "requests still run"
+        raise KVLinkError(
+            f"{left} {still} at {what or f'process {process}'} after {grace_s:g} s; wait longer with --grace-s"
+        )
+
+
+def _drain_server(server: str, port: int, command: str, notice_s: float, grace_s: float) -> list[Row]:
+    from ..control_socket import asking
+
+    with asking(port) as ask:
+        rows = _of(ask(command, server), server)
+        if command == "resume":
+            return rows
+        return wait(lambda: _of(ask("servers", ""), server), notice_s, grace_s)
+
+
+def _drain_workers(worker: str, process: int, coordinator: str, notice_s: float, grace_s: float) -> list[Row]:
+    from kvlink.cli.status import address_of
+    from kvlink.runtime.background import ControlThread
+
+    from .drain_workers import draining, worker_named, workers_of
+
+    address = address_of(coordinator)
+    find = worker_named(address, worker) if worker else workers_of(address, process)
+    cards = ControlThread.shared().run(find)
+    if not cards:
+        typer.echo(f"kvlink: no worker of process {process} is joined at {address}", err=True)
+        return []
+    with draining(cards) as look:
+        return wait(look, notice_s, grace_s)
+
+
+def wait(
+    look: Callable[[], list[Row]],
+    notice_s: float,
+    grace_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Row]:
+    """Returns the last rows: after `notice_s`, as soon as nothing runs, or at the end of `grace_s`."""
+    began = clock()
+    while True:
+        rows, waited_s = look(), clock() - began
+        if waited_s >= (grace_s if any(row["running"] for row in rows) else notice_s):
+            return rows
+        sleep(_LOOK_EVERY_S)
+
+
+def _of(rows: list[Row], server: str) -> list[Row]:
+    found = [row for row in rows if row["server"] == server]
+    if not found:
+        raise ConfigError(f"the router does not know {server}")
+    return found

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose prompt this server computes for another one: offers, announcements and leases."""
