@@ -55,12 +55,6 @@ def measure_pull(
     ] = None,
     iters: Iters = None,
     order: BlockOrder = "random",
-    trace: Annotated[
-        str,
-        typer.Option(
-            help="Replay this trace for --order allocator: a file, or the name of a published one. [azure-2023-conv]"
-        ),
-    ] = "",
     path: Annotated[
         str,
         typer.Option(help="Measure GPU memory over RDMA instead: gpudirect, bounce, or both with a comma."),
@@ -73,8 +67,6 @@ def measure_pull(
     from .measurements import pull as bench
 
     shapes = bench.shapes(block_bytes, blocks)
-    if trace and not order.startswith("allocator"):
-        raise typer.BadParameter("--trace needs --order allocator", param_hint="--trace")
     use_cpus(cpus)
     if path:
         from .measurements import gpudirect_paths
@@ -82,7 +74,7 @@ def measure_pull(
         found = gpudirect_paths.rows(gpudirect_paths.paths_of(path), shapes, iters)
         publish("gpu", [found], as_json, "bench pull")
     names = names_of(transport)
-    parts = [bench.rows(name, *shape, iters, order, trace, memory) for name in names for shape in shapes]
+    parts = [bench.rows(name, *shape, iters, order, memory) for name in names for shape in shapes]
     publish("pull", parts, as_json, "bench pull")
 
 
@@ -210,7 +202,7 @@ def measure_migrate(
     }
     parts = [
         bench.rows(
-            meant, loads[size, per_s][0], name, degrees, None, loads[size, per_s][1], order, trace, block_tokens,
+            meant, loads[size, per_s][0], name, degrees, None, loads[size, per_s][1], order, block_tokens,
             prefill_ms, number, layout, stages, prefills, slo_ms,
         )
         for degrees, stages, name, number, size, per_s in product(

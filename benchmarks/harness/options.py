@@ -41,8 +41,7 @@ Iters = Annotated[int | None, typer.Option(min=1, help="Measure this many pulls;
 BlockOrder = Annotated[
     str,
     typer.Option(
-        help="Choose block ids in this order: random; runs:K, runs of K blocks; allocator:N:M, like a paged "
-        "allocator whose whole pool a trace has used M times, N requests at a time. [N 16, M 5]"
+        help="Choose block ids in this order: random, or runs:K, runs of K blocks at random places."
     ),
 ]
 Memory = Annotated[

@@ -56,9 +56,9 @@ KINDS = {
     "migrate": Kind(
         "transport model tp pp block_tokens layout order tokens slots arrivals prefills",
         "p50_us",
-        "transport tokens p50_us p99_us verified failed unstable claim_us wire_us of_bare_claim offer_us of_limit tp pp "
-        "slots arrivals achieved_per_s goodput_per_s plan_us post_us validate_us settle_us late_us overhead_us p50_us_95 "
-        "of_ttft prefill_ranks_read left_out cpu_s_per_gib started_late",
+        "transport tokens p50_us p99_us verified failed unstable claim_us wire_us of_bare_claim offer_us of_limit "
+        "tp pp slots arrivals achieved_per_s goodput_per_s plan_us post_us validate_us settle_us late_us overhead_us "
+        "p50_us_95 of_ttft prefill_ranks_read left_out cpu_s_per_gib started_late",
     ),
     "cold": Kind("transport model tp pp tokens", "first_us", "transport tokens first_us second_us"),
     "saturation": Kind("transport model tp pp tokens slots"),
@@ -85,7 +85,7 @@ KINDS = {
     "simulation": Kind(
         "path model load popular lease_s workers",
         "",
-        "workers requests p50_us p99_us gib_per_s expired requests_per_s busiest",
+        "workers requests p50_us p99_us gib_per_s expired requests_per_s busiest load popular lease_s model path",
     ),
     "validation": Kind(
         "transport readers",

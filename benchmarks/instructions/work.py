@@ -35,7 +35,7 @@ def load(path: str, name: str = "kvlink._core") -> Any:
 
 
 def bench_module(core: Any) -> Any:
-    """Returns the module that has `post_ns`: `_bench` beside `core` or above it, or `core` itself if it is of an older commit."""
+    """Returns the module that has `post_ns`: `_bench` beside `core` or above it, or `core` itself in older commits."""
     if hasattr(core, "post_ns"):
         return core
     path = Path(core.__file__)

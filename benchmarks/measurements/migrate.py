@@ -33,10 +33,10 @@ from kvlink import BlockPool, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
+from ..harness.block_draws import Order
 from ..harness.processes import coordinator_process, owner_process
 from ..workloads.arrivals import Arrivals
 from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
-from ..workloads.fragmentation import order_of
 from ..workloads.models import BLOCK_TOKENS
 from .rank_handoffs import SEED, Bench, Row
 from .rank_shares import Baselines, Owner, baselines_between
@@ -55,7 +55,6 @@ def rows(
     iters: int | None = None,
     arrivals: Arrivals | None = None,
     order: str = "random",
-    trace: str = "",
     block_tokens: int = BLOCK_TOKENS,
     prefill_ms: float = 0.0,
     slots: int | None = None,
@@ -67,8 +66,8 @@ def rows(
     """Yields the row of the first handoffs, which connect, and then the measured row.
 
     `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` and
-    `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` and
-    `trace` are parsed by order_of. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
+    `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` is
+    parsed by Order. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
     TTFT. `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is
     one of LAYOUTS, at both ends. `slo_ms` is the longest whole that counts for the goodput. Raises ConfigError,
     BenchError and TransferError.
@@ -79,7 +78,7 @@ def rows(
     cache = Cache(model, Degrees.parse(tp, pp), block_tokens, LAYOUTS[layout])
     kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
-    blocks = order_of(order, cache.blocks(max(lengths)), trace)
+    blocks = Order.parse(order, cache.blocks(max(lengths)))
     largest = blocks.whole_runs(cache.blocks(max(lengths)))
     room = max(1, cache.most_blocks() // largest)
     slots = min(room, slots or (_SLOTS if arrivals else 1))

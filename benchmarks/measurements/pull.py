@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from kvlink.errors import ConfigError
 
 from ..harness.baselines import references_of
+from ..harness.block_draws import Order
 from ..harness.options import use_cpus
 from ..harness.owner import memory_for
 from ..harness.processes import BenchError
@@ -27,7 +27,6 @@ from ..harness.statistics import histogram, quantiles_us
 from ..peers.contender import KVLINK, Contender, Shape
 from ..peers.contest import Score, held
 from ..peers.here import Kvlink
-from ..workloads.fragmentation import order_of
 
 _BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
 SHAPES = (*((size, _BLOCKS) for size in _BLOCK_BYTES), (16 << 10, 1), (4 << 10, 256), (64 << 10, 256))
@@ -55,10 +54,9 @@ def rows(
     blocks: int,
     iters: int | None = None,
     order: str = "random",
-    trace: str = "",
     memory: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """Yields one row. `iters` None fits the size. `order` and `trace` are parsed by order_of, `memory` by memory_for.
+    """Yields one row. `iters` None fits the size. `order` is parsed by Order, `memory` by memory_for.
 
     Raises ConfigError, BenchError and TransferError.
     """
@@ -72,8 +70,7 @@ def rows(
             f"bytes, and a pull at most {_MOST_BYTES >> 20} MiB; ask for fewer blocks"
         )
     most = iters or (_SMALL_ITERS if shape.num_bytes <= _SMALL_BYTES else _LARGE_ITERS)
-    found = order_of(order, blocks, trace)
-    with closing(Kvlink(transport, transport, shape, _SEED, kind, found)) as ours:
+    with closing(Kvlink(transport, transport, shape, _SEED, kind, Order.parse(order, blocks))) as ours:
         bare = list(ours.bare())
         ways: list[Contender] = [ours, *bare]
         scores = held(ways, shape, np.random.default_rng(_SEED), lambda score: most - len(score.us))
@@ -91,7 +88,7 @@ def rows(
         "blocks": blocks,
         "bytes": shape.num_bytes,
         "iters": len(scores[0].us),
-        "order": f"{order} {Path(trace).name}".rstrip(),
+        "order": order,
         "memory": kind,
         "cpus": use_cpus(""),
         **_times(shape, scores[0], dict(zip((way.info.mode for way in bare), scores[1:], strict=True)), us),

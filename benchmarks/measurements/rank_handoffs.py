@@ -21,7 +21,7 @@ from kvlink.control import CoordinatorClient
 from kvlink.errors import KVLinkError
 from kvlink.layout import num_seats
 
-from ..harness.block_draws import Fragmentation
+from ..harness.block_draws import Order
 from ..harness.contents import Contents, Ids
 from ..harness.processes import BenchError
 from ..harness.results import verified
@@ -63,7 +63,7 @@ class Bench:
         workers: Sequence[Worker],
         cache: Cache,
         lengths: Sequence[int],
-        order: Fragmentation,
+        order: Order,
     ) -> None:
         self._prefills = [
             [(owner.side, num_seats(owner.layout, workers[0].pool.layout)) for owner in owners]
@@ -118,7 +118,9 @@ class Bench:
         publish is the wait for the coordinator to have the offer, rpc a claim alone by a bare client, and worker the
         rest: the way to the control thread and back, the check of the ticket and the start of the pull.
         """
-        at_once, later, alone = [], [], []
+        at_once: list[float] = []
+        later: list[float] = []
+        alone: list[float] = []
         with closing(asyncio.new_event_loop()) as loop:
             client = loop.run_until_complete(_client_of(coordinator))
             for _ in range(_CLAIMS):

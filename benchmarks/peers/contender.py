@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ..harness.block_draws import Fragmentation
+from ..harness.block_draws import Order
 from ..harness.contents import Ids
 
 Row = Mapping[str, Any]
@@ -76,7 +76,7 @@ class Contender(Protocol):
     info: ContenderInfo
 
     @property
-    def order(self) -> Fragmentation:
+    def order(self) -> Order:
         """Returns how its blocks may follow each other; the bare socket stream gets one run."""
 
     def prepare(self, draws: Sequence[Draw]) -> None:

@@ -14,7 +14,7 @@ from kvlink import PreparedPull, Ticket, Worker, __version__
 from kvlink.layout import dense
 
 from ..harness.baselines import Baseline, baselines_of, thread_counts
-from ..harness.block_draws import Fragmentation, Order
+from ..harness.block_draws import Order
 from ..harness.contents import Contents
 from ..harness.owner import OWN, flat, memory_for, pool_of
 from ..harness.processes import BenchError, owner_process
@@ -37,7 +37,7 @@ class Kvlink:
         shape: Shape,
         seed: int,
         memory: str = "",
-        order: Fragmentation | None = None,
+        order: Order | None = None,
     ) -> None:
         self.order = order or Order()
         geometry, memory = flat(shape.block_bytes, shape.memory_blocks), memory or memory_for(transport)

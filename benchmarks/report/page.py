@@ -17,7 +17,7 @@ from ..measurements.rank_handoffs import PARTS
 from ..peers.contender import BARE, KVLINK, is_cma
 from ..peers.modes import HOST, TCP
 from .comparison import compare
-from .html import Bar, bars, document, folded, number_text, size_text, table, time_text
+from .html import Bar, bars, document, folded, size_text, table, time_text
 
 _NAMES = {"nixl": "NIXL", "ucx": "UCX", "uccl": "UCCL", "mooncake": "Mooncake", "infinistore": "InfiniStore"}
 _WHERE = {HOST: "on one host", TCP: "over TCP"}
@@ -160,9 +160,8 @@ def _sections(found: Results) -> Iterator[tuple[str, str]]:
     yield "Where the time of a handoff goes", _handoffs(found.rows.get("migrate", ()))
     yield "How costs grow", "".join(_growths(found.rows.get("growth", ())))
     for kind, title in _TITLES.items():
-        if kind not in ("simulation", "migrate"):
+        if kind != "migrate":
             yield title, table(title, map(_shown, found.rows.get(kind, ())))
-    yield _TITLES["simulation"], "".join(_simulations(found.rows.get("simulation", ())))
     yield "Details", "".join(_details(found))
 
 
@@ -371,16 +370,3 @@ def _growths(rows: Sequence[Row]) -> Iterator[str]:
         yield _titled(of) + table(
             f"Costs by {of}, and the largest exponent of the tail: 1 is linear", costs.values()
         )
-
-
-def _simulations(rows: Sequence[Row]) -> Iterator[str]:
-    scene = ("model", "path", "load", "popular", "lease_s")
-    scenes: dict[str, list[Row]] = {}
-    for row in rows:
-        said = ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in scene if row.get(name))
-        scenes.setdefault(said, []).append(row)
-    for said, alike in scenes.items():
-        yield _titled(said) + table(f"Fleets: {said}", map(_shown, alike))
-
-
-__all__ = ["Results", "chart", "contests", "headline", "number_text", "pulls", "results_of", "write"]

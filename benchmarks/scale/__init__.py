@@ -16,11 +16,9 @@ from ..measurements.control import Row
 from ..measurements.coordinator_replicas import Replica
 from .crowd import crowds
 from .load import Load, keep_to_last_core
-from .phases import fan_out, fleet, joining, lost_replica, watch_each_other
+from .phases import fan_out, fleet, joining, lost_replica
 
 MEMORY, ETCD = "memory", "etcd"
-_WATCH_EACH_OTHER = 128
-"""The largest number of workers: n of them take n² deliveries."""
 _COSTS = {
     "join": ("cpu_s", "store_cpu_s"),
     "memory": ("private_mib",),
@@ -30,7 +28,6 @@ _COSTS = {
     "lost replica": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "first list": ("cpu_ms", "list_bytes"),
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
-    "watch each other": ("cpu_s", "deliveries"),
 }
 """By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out)."""
 
@@ -71,7 +68,6 @@ def parts(
     def of(count: int) -> Iterator[Row]:
         phases: list[tuple[Phase, int, float]] = [(joining, 1, _JOINING_LEASE_S)] * joinings
         phases += [(joined, 1, lease_s), (watched, 1, lease_s)]
-        phases += [(watch_each_other, 1, lease_s)] if count <= _WATCH_EACH_OTHER else []
         phases += [(lost, 2, lease_s)] if store != MEMORY else []
         for phase, replicas, lasting_s in phases:
             with _load(store, replicas, processes, lasting_s) as load:

@@ -56,7 +56,6 @@ class Crowd:
         self._missing: list[tuple[Session, int]] = []
         self._offers: list[Offer] = []
         self._watching: list[asyncio.Task[None]] = []
-        self._known: Counter[int] = Counter()
         self._seen: defaultdict[int, list[float]] = defaultdict(list)
         self._beats: Counter[int] = Counter()
 
@@ -119,14 +118,7 @@ class Crowd:
 
     async def watch(self, count: int) -> None:
         """Starts `count` watchers of all workers."""
-        for number in range(count):
-            self._watching.append(asyncio.create_task(self._watch(number, self._client())))
-
-    async def all_known(self, workers: int) -> int:
-        """Waits until every watcher knows `workers` workers. Returns how many cards they got."""
-        watchers = range(len(self._watching))
-        await _until(lambda: all(self._known[number] >= workers for number in watchers))
-        return self._known.total()
+        self._watching += [asyncio.create_task(self._watch(self._client())) for _ in range(count)]
 
     async def seen(self, mark: int) -> list[float]:
         """Returns when each watcher saw the card with this mark."""
@@ -137,10 +129,9 @@ class Crowd:
         worker, client = make_card(f"worker-{self._index}-{number}"), self._client()
         return client, await Session.join(client, worker, _ignore, _WITHIN_S, partial(self._report, number))
 
-    async def _watch(self, number: int, client: CoordinatorClient) -> None:
+    async def _watch(self, client: CoordinatorClient) -> None:
         async for change in client.watch():
             if change.what is Joined.UP:
-                self._known[number] += 1
                 self._seen[change.card.region_bytes[0]].append(time.monotonic())
 
     def _client(self) -> CoordinatorClient:

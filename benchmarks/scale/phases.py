@@ -248,21 +248,3 @@ async def _change(load: Load, changes: int) -> tuple[list[float], list[float], f
 def _event_bytes() -> int:
     event = [WorkerChange(Joined.UP, make_card("changes", _FIRST_MARK))]
     return len(CoordinatorCalls.WATCH_WORKERS.reply.encode(event))
-
-
-def watch_each_other(load: Load, workers: int) -> Iterator[Row]:
-    """Lets all workers join while each of them watches all. This cost is inherently quadratic."""
-    load.crowds.shared_out("watch", workers)
-    began, busy_s = time.monotonic(), load.cpu_s()
-    load.crowds.shared_out("join", workers)
-    delivered = sum(load.crowds.each("all_known", workers))
-    took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
-    yield {
-        "what": "watch each other",
-        "workers": workers,
-        "seconds": round(took_s, 2),
-        "cpu_s": round(busy_s, 3),
-        "deliveries": delivered,
-        "cpu_us_per_delivery": round(1e6 * busy_s / delivered, 1),
-        "verified": delivered == workers * workers,
-    }

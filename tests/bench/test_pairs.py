@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvlink import BlockPool
 from kvlink.benchmarks import app
+from kvlink.benchmarks.harness import block_draws
 from kvlink.benchmarks.harness.contents import Contents
 from kvlink.benchmarks.harness.processes import BenchError
 from kvlink.benchmarks.measurements import migrate, rank_shares
@@ -127,7 +128,7 @@ def test_ranks_with_heads_in_common_share_the_readers() -> None:
 def test_nobody_keeps_blocks_of_requests_that_are_over(latent: str) -> None:
     cache = Cache(latent, Degrees(4, 1))
     with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines, _):
-        bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
+        bench = Bench(owners, workers, cache, [TOKENS], block_draws.Order())
         bench.run(3, baselines)
         assert [owner.side.call("leases")["active"] for owner in owners[0]] == [0] * 4
 
@@ -143,7 +144,7 @@ def test_flipped_bytes_of_any_rank_are_not_verified(
 def test_one_byte_of_the_last_rank_counts(model: str) -> None:
     cache = Cache(model, Degrees(2, 4))
     with migrate._opened(cache, 40, "loopback", 1) as (owners, workers, baselines, _):
-        bench = Bench(owners, workers, cache, [TOKENS], migrate.order_of("random", 5))
+        bench = Bench(owners, workers, cache, [TOKENS], block_draws.Order())
         bench.run(1, baselines)
         request = bench._draw(TOKENS, 40)
         baselines.run("memcpy", request)

@@ -203,7 +203,7 @@ def test_shapes_and_paths_are_checked() -> None:
     unmeasured = list(chain.from_iterable(run.contests("host", [], 0, Path(), sys.stderr)))
     assert all(row["why_not"] for row in unmeasured)
     with pytest.raises(ConfigError, match="choose from host, tcp"):
-        run.contests("wire", [], 0, Path(), sys.stderr)
+        run.checked("wire", None, None)
 
 
 def test_rows_say_how_sure_their_tails_are() -> None:
