@@ -39,7 +39,7 @@ _FIGURES = ("_us", "_ms", "_s", "_per_gib", "of_limit", "error", "drift", "value
 
 
 class Kind(NamedTuple):
-    """What identifies a row, the cost by which runs are compared, and the columns of a table by importance."""
+    """Names what identifies a row, the cost by which runs are compared, and the columns of a table by importance."""
 
     key: str
     cost: str = ""
@@ -78,7 +78,7 @@ KINDS = {
         "what replicas workers",
         "coordinator_cpu_us",
         "what replicas workers p50_us p99_us handoffs_per_s coordinator_cpu_us verified coordinator_busy etcd_cpu_us "
-        "cores_busy handoffs_per_coordinator_cpu_s rounds handoffs",
+        "etcd_busy handoffs_per_coordinator_cpu_s rounds handoffs",
     ),
     "scale": Kind("what workers phase of", "cpu_s"),
     "growth": Kind("of cost number", "value"),

@@ -50,14 +50,14 @@ def rows(workers: int = 2) -> Iterator[Row]:
         yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
         yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
         count = _UNARY_HANDOFFS // workers
-        row = _throughput(pid, workers, count, loader, [address], unary, workers, count)
+        row = throughput([pid], workers, count, loader, [address], unary, workers, count)
         yield {"what": "unary handoffs", **row, "verified": True}
         count = _STREAM_HANDOFFS // workers
-        row = _throughput(pid, workers, count, loader, [address], stream, workers, count)
+        row = throughput([pid], workers, count, loader, [address], stream, workers, count)
         yield {"what": "batched stream handoffs", **row, "verified": True}
     with _serving(_serve_empty) as (address, pid):
         count = _UNARY_HANDOFFS // workers
-        row = _throughput(pid, workers, count, _empty_loader, address, _UNARY_IN_FLIGHT, count)
+        row = throughput([pid], workers, count, _empty_loader, address, _UNARY_IN_FLIGHT, count)
         yield {"what": "limit: as unary, of a gRPC service that does nothing", **row}
 
 
@@ -107,24 +107,40 @@ def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> No
         raise AssertionError(f"request {number} of worker {worker} returned the tickets of another")
 
 
-def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
-    """Lets `target` make `count` handoffs in each of `workers` processes, and measures the throughput."""
+def throughput(
+    coordinators: Sequence[int],
+    workers: int,
+    count: int,
+    target: Loader,
+    *args: object,
+    etcd: Sequence[int] = (),
+) -> Row:
+    """Lets `target` make `count` handoffs in each of `workers` processes, and measures the throughput.
+
+    `coordinators` and `etcd` are the process ids of those whose CPU time counts.
+    """
     with in_processes(target, workers, *args) as pipes:
         one_from_each(pipes)
-        busy_s = cpu_s(coordinator)
+        before_s = [sum(map(cpu_s, pids)) for pids in (coordinators, etcd)]
         for pipe in pipes:
             pipe.send("go")
         spans = one_from_each(pipes)
-        busy_s = cpu_s(coordinator) - busy_s
-    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
+        busy_s, etcd_s = (
+            sum(map(cpu_s, pids)) - spent for pids, spent in zip((coordinators, etcd), before_s, strict=True)
+        )
+    elapsed_s, handoffs = max(end for _, end in spans) - min(start for start, _ in spans), count * workers
     return {
         "workers": workers,
-        "handoffs": count * workers,
-        "handoffs_per_s": round(count * workers / elapsed_s),
-        "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
-        "handoffs_per_coordinator_cpu_s": round(count * workers / busy_s),
+        "handoffs": handoffs,
+        "handoffs_per_s": round(handoffs / elapsed_s),
+        "coordinator_cpu_us": round(busy_s / handoffs * 1e6, 2),
+        "handoffs_per_coordinator_cpu_s": round(handoffs / busy_s),
         "coordinator_busy": round(busy_s / elapsed_s, 2),
-    }
+    } | (
+        {"etcd_cpu_us": round(etcd_s / handoffs * 1e6), "etcd_busy": round(etcd_s / elapsed_s, 2)}
+        if etcd
+        else {}
+    )
 
 
 def loader(

@@ -19,7 +19,7 @@ from kvlink.errors import ConfigError
 
 from ..harness.etcd import EtcdCluster
 from ..harness.statistics import quantiles_us
-from .control import Load, Row, card, cpu_s, in_processes, loader, one_from_each, stream, unary
+from .control import Load, Row, card, loader, stream, throughput, unary
 
 _MEMBERS = 3
 _UNARY_HANDOFFS = 3_000
@@ -83,26 +83,9 @@ def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: i
     addresses = [replica.address for replica in replicas]
     pids = [replica.process.pid for replica in replicas]
     each = handoffs // _LOADERS
-    with in_processes(loader, _LOADERS, addresses, load, _LOADERS, each) as pipes:
-        one_from_each(pipes)
-        before = sum(map(cpu_s, pids)), sum(map(cpu_s, etcd.pids))
-        for pipe in pipes:
-            pipe.send("go")
-        spans = one_from_each(pipes)
-        busy = sum(map(cpu_s, pids)) - before[0], sum(map(cpu_s, etcd.pids)) - before[1]
-    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
-    count = each * _LOADERS
-    return {
-        "members": _MEMBERS,
-        "workers": _LOADERS,
-        "handoffs": count,
-        "handoffs_per_s": round(count / elapsed_s),
-        "coordinator_cpu_us": round(busy[0] / count * 1e6),
-        "etcd_cpu_us": round(busy[1] / count * 1e6),
-        "cores_busy": round(sum(busy) / elapsed_s, 2),
-        "cores": os.cpu_count(),
-        "verified": True,
-    }
+    arguments = (addresses, load, _LOADERS, each)
+    row = throughput(pids, _LOADERS, each, loader, *arguments, etcd=etcd.pids)
+    return {"members": _MEMBERS, **row, "cores": os.cpu_count(), "verified": True}
 
 
 # Losses.

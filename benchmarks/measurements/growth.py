@@ -26,7 +26,7 @@ Row = dict[str, Any]
 Costs = Mapping[str, float]
 
 MOST_EXPONENT = 1.25
-"""Of any step of the tail: four times as many may cost 5.7 times as much. Quadratic costs have 2."""
+"""It holds for any step of the tail: four times as many may cost 5.7 times as much. Quadratic costs have 2."""
 _TRANSPORT = "shm"
 _BLOCK_BYTES = 1024
 _SEED = 7

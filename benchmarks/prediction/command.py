@@ -52,9 +52,6 @@ def predict(
     ] = False,
     pcie: Annotated[int, typer.Option(min=3, max=6, help="Use this PCIe generation with 16 lanes.")] = 5,
     nvlink: Annotated[int, typer.Option(min=4, max=5, help="Use this NVLink generation.")] = 4,
-    prefill_ms: Annotated[
-        float, typer.Option(min=0, help="Assume a prefill time of this many ms. 0 omits the overlap.")
-    ] = 0.0,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -64,8 +61,9 @@ def predict(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the handoff of a request: time, bottleneck, what GPUDirect saves, and the NICs that hide
-    it behind prefill. ms has the control plane; ms_from and ms_to are the ends of its error.
+    """Predict the handoff of a request: time, bottleneck, and what GPUDirect saves.
+
+    ms has the control plane; ms_from and ms_to are the ends of its error.
     """
     record = Record("predict", as_json)
     fits = fits_of(calibrate) if calibrate else {}
@@ -84,7 +82,7 @@ def predict(
         {"model": meant.name, "tokens": count, **row}
         for count in tokens or [1024, 8192, 32_768]
         for row in rows_of(
-            request_of(meant, count, degrees, block_tokens, run), ways, fits, ranks, prefill_ms, control_ms
+            request_of(meant, count, degrees, block_tokens, run), ways, fits, ranks, control_ms
         )
     )
     record.show("prediction", [rows], title=f"predicted at TP {tp}, PP {pp}")
@@ -96,17 +94,15 @@ def rows_of(
     ways: list[Way],
     fits: Mapping[str, Fit],
     ranks: int,
-    prefill_ms: float,
     control_ms: float,
 ) -> Iterator[Row]:
     """Yields one row per path; the first one is GPUDirect. Paths within a host take each rank's share separately."""
     direct_ms = ways[0].predict(request).total_ms + control_ms
     for way in ways:
         found = way.predict(request)
-        row = _row(
+        yield _row(
             request, found.path, found.total_ms, control_ms, found.bottleneck, Fit.assumed(), direct_ms
         )
-        yield row | (_overlap(way, request, prefill_ms, found.total_ms + control_ms) if prefill_ms else {})
     for name in _HOST_PATHS:
         fit = fits.get(name) or Fit.assumed(PRIORS[name])
         ms = fit.cost.predict_us(request.pieces // ranks, request.num_bytes // ranks) / 1e3
@@ -131,16 +127,6 @@ def _row(
         "gib_per_s": gib / (ms / 1e3),
         "bottleneck": "control plane" if control_ms > ms else bottleneck,
         "over_gpudirect": whole / direct_ms,
-    }
-
-
-def _overlap(way: Way, request: Request, prefill_ms: float, whole_ms: float) -> Row:
-    exposed_ms = way.exposed_ms(request, prefill_ms)
-    return {
-        "of_ttft": whole_ms / (whole_ms + prefill_ms),
-        "layer_wise_ms": exposed_ms,
-        "layer_wise_pays": exposed_ms < whole_ms,
-        "rails_to_hide": way.rails_to_hide(request, prefill_ms) or "never",
     }
 
 

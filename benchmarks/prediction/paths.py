@@ -7,7 +7,7 @@ GB are 10^9 bytes. Figures that were not measured here are marked assumed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from typing import NamedTuple
 
 from kvlink.errors import ConfigError
 
@@ -33,14 +33,6 @@ def wire_efficiency(mtu: int, infiniband: bool = False) -> float:
 def pcie_gbps(generation: int) -> float:
     """Returns the usable rate of 16 lanes in one direction."""
     return _PCIE_LANE_GBPS[generation] * _LANES * _PCIE_USABLE
-
-
-class Staging(Enum):
-    """Where data from GPU memory is copied on its way."""
-
-    NONE = "GPUDirect"
-    CHUNKS = "bounce buffers, in chunks"
-    WHOLE = "bounce buffers, whole request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,9 @@ class Path:
     round_trip_us: float = 0.0
     window: int = 0
     """The number of reads in flight on one rail; 0 means no limit."""
-    staging: Staging = Staging.NONE
     chunk_bytes: int = 512 << 10
     chunk_us: float = 0.0
-    """The time of one chunk beside that of its bytes, on one rail."""
+    """The time of one chunk of a bounce buffer beside that of its bytes, on one rail. 0 means GPUDirect."""
 
     def terms_ms(self, request: Request) -> dict[str, float]:
         """Returns the time that each stage would take alone."""
@@ -91,44 +82,21 @@ class Path:
         """Returns the time, and its bottleneck."""
         terms = self.terms_ms(request)
         bottleneck = max(terms, key=lambda name: terms[name])
-        total = self.start_us / 1e3 + terms[bottleneck] + self._staging_ms(request)
+        unhidden = (
+            2 * self.chunk_bytes / self.pcie_gbps / 1e6 if self.chunk_us else 0.0
+        )  # a chunk at each end
+        total = self.start_us / 1e3 + terms[bottleneck] + unhidden
         if self.start_us / 1e3 > terms[bottleneck]:
             bottleneck = "start-up"
         return Prediction(self.name, total, bottleneck, terms)
 
-    def rails_to_hide(self, request: Request, prefill_ms: float) -> int | None:
-        """Returns how many rails move all layers but the last while prefill computes, or None if no number does."""
-        behind = prefill_ms * (request.layers - 1) / request.layers
-        for rails in range(1, 1025):
-            terms = replace(self, rails=rails).terms_ms(request)
-            if max(terms.values()) <= behind:
-                return rails
-        return None
-
-    def exposed_ms(self, request: Request, prefill_ms: float) -> float:
-        """Returns the time after prefill if each layer moves as soon as it is computed, with a start-up for each."""
-        moving, start_ms = max(self.terms_ms(request).values()), self.start_us / 1e3
-        behind = prefill_ms * (request.layers - 1) / request.layers
-        late = max(0.0, moving + request.layers * start_ms - behind)
-        return start_ms + late + moving / request.layers
-
     def bus_gbps(self) -> float:
         """Returns the rate between one rail and memory, with the time of its chunks."""
-        byte_ns = 1 / self.pcie_gbps
-        if self.staging is Staging.CHUNKS:
-            byte_ns += self.chunk_us * 1e3 / self.chunk_bytes
+        byte_ns = 1 / self.pcie_gbps + self.chunk_us * 1e3 / self.chunk_bytes
         return 1 / byte_ns if byte_ns else float("inf")
 
-    def _staging_ms(self, request: Request) -> float:
-        """Returns the time of copies through host memory on both sides, which nothing hides."""
-        if self.staging is Staging.NONE:
-            return 0.0
-        unhidden = request.num_bytes / self.rails if self.staging is Staging.WHOLE else self.chunk_bytes
-        return 2 * unhidden / self.pcie_gbps / 1e6
 
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """A predicted time. `terms_ms` has the time of each stage alone."""
 
     path: str
@@ -178,11 +146,9 @@ class Machine:
             _ROUND_TRIP_US,
             _WINDOW,
         )
-        bounced = replace(direct, start_us=start_us + 2 * _BOUNCE_US)
         return [
             direct,
-            replace(bounced, name="bounce", staging=Staging.CHUNKS, chunk_us=_LAUNCH_US),
-            replace(bounced, name="bounce-whole", staging=Staging.WHOLE),
+            replace(direct, name="bounce", start_us=start_us + 2 * _BOUNCE_US, chunk_us=_LAUNCH_US),
             Path("nvlink", ranks, NVLINK_GBPS[self.nvlink], _SOFTWARE_US + _KERNEL_US, 0.0),
         ]
 

@@ -21,7 +21,7 @@ _RUN_S = 1800.0
 
 
 class Change(NamedTuple):
-    """What the runs of both sides say about one row. `by` is "time", or "share" of the limit of the same run."""
+    """Compares the runs of both sides of one row. `by` is "time", or "share" of the limit of the same run."""
 
     key: tuple[Any, ...]
     by: str

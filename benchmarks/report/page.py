@@ -109,17 +109,12 @@ def _title(results: Sequence[Results]) -> str:
 def _run(found: Results) -> str:
     """Returns where and when the results of one file were measured, and how busy the machine was with other things."""
     machine: Row = found.machines[0] if found.machines else {}
-    texts = (
-        ("host", "{}"),
-        ("cpu", "{}"),
-        ("cores", "{} cores"),
-        ("at", "{}"),
-        ("kvlink", "kvlink {}"),
-        ("commit", "commit {}"),
-    )
-    said = [found.name, *(text.format(machine[name]) for name, text in texts if machine.get(name))]
+    at = str(machine.get("at", "")).replace("T", " ").replace("+00:00", " UTC")
+    named = ((name, machine.get(name)) for name in ("cores", "kvlink", "commit"))
+    said = [found.name, str(machine.get("host", "")), str(machine.get("cpu", "")), at]
+    said += [f"{value} cores" if name == "cores" else f"{name} {value}" for name, value in named if value]
     said += [f"{len(found.runs)} runs"] if len(found.runs) > 1 else []
-    return f'<p class="soft">{escape(" · ".join(said).replace("T", " ").replace("+00:00", " UTC"))}</p>'
+    return f'<p class="soft">{escape(" · ".join(filter(None, said)))}</p>'
 
 
 def _warnings(results: Sequence[Results]) -> str:

@@ -58,9 +58,7 @@ def simulate(
     lease_s: Annotated[float, typer.Option(min=1e-6, help="Use leases of this many seconds.")] = 30.0,
     model: ModelName = "llama-3.1-70b",
     tp: Annotated[int, typer.Option(min=1, help="Use this many ranks per worker.")] = 8,
-    path: Annotated[
-        str, typer.Option(help="Move over this path: gpudirect, bounce, bounce-whole or tcp.")
-    ] = "gpudirect",
+    path: Annotated[str, typer.Option(help="Move over this path: gpudirect, bounce or tcp.")] = "gpudirect",
     nics: Nics = 8,
     gbps: Gbps = 400.0,
     calibrate: Annotated[

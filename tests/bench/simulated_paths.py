@@ -12,7 +12,7 @@ from kvlink.transfer.cost_model import Cost
 
 MODEL = MODELS["llama-3.1-70b"]
 COST = Cost(start_us=35, op_ns=100, gib_per_s=3)
-_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:3]
+_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:2]
 PATHS = [
     _DIRECT,
     *_STAGED,

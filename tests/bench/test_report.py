@@ -145,7 +145,7 @@ def test_the_page_tells_the_run_and_takes_a_title(tmp_path: Path) -> None:
     shown = html.escape(EVIL)
     assert EVIL not in text
     assert f"<title>kvlink measured on {shown}</title>" in text
-    assert f"{shown} · 2 cores · 2026-11-21 16:20:31 UTC · commit abc1234</p>" in text
+    assert f"{shown} · 2026-11-21 16:20:31 UTC · 2 cores · commit abc1234</p>" in text
     text = page_of(tmp_path, [machine, *contest_rows(1, 2)], "--title", f"Nightly {EVIL}")
     assert EVIL not in text
     assert f"<h1>Nightly {shown}</h1>" in text

@@ -129,7 +129,7 @@ def test_progress_on_a_terminal_says_how_much_there_is(
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"}.items():
         monkeypatch.setenv(name, value)
     rows = [{"what": "join"}, {"what": "idle"}]
-    assert show_parts([rows] * parts, True, "bench scale") == rows * parts
+    assert show_parts([iter(rows) for _ in range(parts)], True, "bench scale") == rows * parts
     output = capsys.readouterr()
     assert list(map(json.loads, output.out.splitlines())) == rows * parts
     assert (f"{parts}/{parts}" in output.err) == bar
