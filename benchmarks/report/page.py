@@ -330,7 +330,15 @@ def _speed(row: Row) -> Bar:
     )
     more = [str(row[name]) for name in ("order", "memory") if row.get(name) not in (None, "random", "own")]
     name = f"{_count(row, 'blocks'):,} × {size_text(_count(row, 'block_bytes'))}"
-    return Bar(name, [speed], f"{speed:.3g} GiB/s", "ours", ", ".join(more), note, limit if true else None)
+    return Bar(
+        name,
+        [speed],
+        f"{speed:.3g} GiB/s",
+        "ours",
+        ", ".join(more),
+        note,
+        max(limit or 0.0, speed) if true else None,
+    )
 
 
 def _handoffs(rows: Sequence[Row]) -> str:
