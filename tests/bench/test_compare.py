@@ -140,7 +140,7 @@ def test_the_sides_take_turns_in_new_processes(tmp_path: Path) -> None:
 def test_pulls_of_one_version_are_told_apart_in_at_most_one_pair_of_twenty(tmp_path: Path) -> None:
     """Twelve runs in new processes, of which each comparison takes ten: six rows in ten comparisons."""
     checkout = Path(__file__).resolve().parents[2]
-    shapes = [part for size in (8, 16, 32, 64, 128, 256) for part in ("--block-bytes", str(size))]
+    shapes = [part for size in (8, 16, 32, 64, 128, 256) for part in ("--block-bytes", str(size << 10))]
     options = ["pull", "--transport", "shm", *shapes, "--blocks", "16", "--iters", "64"]
     every = [*measured([checkout], 12, options)[0].values()]
     found = []
