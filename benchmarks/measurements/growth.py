@@ -63,7 +63,10 @@ def _rows(growth: Growth) -> Iterator[Row]:
             yield {"of": growth.of, "cost": cost, "number": number, "value": value}
     bare = dict(steps_of(curves[growth.beside])) if growth.beside else {}
     for cost, curve in curves.items():
-        yield {"of": growth.of, "cost": cost, **judged(curve, {} if cost == growth.beside else bare)}
+        verdict = judged(curve, bare)
+        if cost == growth.beside:  # what the machine does
+            verdict = {name: verdict[name] for name in ("exponent", "to")}
+        yield {"of": growth.of, "cost": cost, **verdict}
 
 
 def judged(curve: Mapping[int, float], bare: Mapping[int, float]) -> Row:

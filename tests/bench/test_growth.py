@@ -60,6 +60,8 @@ def test_a_step_may_be_as_steep_as_that_of_the_bare_copy() -> None:
     assert verdict(pull)["holds"] is False
     assert verdict(pull, copy)["holds"] is True
     assert verdict({n: us * n for n, us in pull.items()}, copy)["holds"] is False
+    [rows] = growth.parts([growth.Growth("n", BLOCKS, lambda n: {"bare": copy[n]}, "bare")])
+    assert "holds" not in [*rows][-1], "the machine is not judged"
 
 
 @pytest.mark.verify
