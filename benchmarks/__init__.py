@@ -31,7 +31,7 @@ from .harness.options import (
     rates_of,
     use_cpus,
 )
-from .harness.results import Record, publish
+from .harness.results import Record, differences, publish
 from .harness.statistics import LEAST_EFFECT
 
 app = typer.Typer(
@@ -319,6 +319,9 @@ def measure_compare(
         found = "too few runs for a verdict; a side needs five" if rows else "no row in common"
         raise ConfigError(f"{before} and {after} have {found}")
     show_parts([rows], as_json, f"{after} against {before}")
+    machines = (row for side in sides for run in side.values() for row in run if row.get("kind") == "machine")
+    for warning in differences(machines):
+        typer.echo(warning, err=True)
     raise typer.Exit(1 if "slower" in verdicts else 0)
 
 

@@ -237,6 +237,19 @@ def runs_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def differences(machines: Iterable[Row]) -> list[str]:
+    """Returns, in sentences, in what the machines of several runs differ."""
+    listed = list(machines)
+    values = {
+        name: dict.fromkeys(str(each.get(name)) for each in listed) for name in ("host", "cpu", "cores")
+    }
+    return [
+        f"The runs are of different machines ({name}: {', '.join(found)})."
+        for name, found in values.items()
+        if len(found) > 1
+    ]
+
+
 def number(row: Row, name: str, most: float = _MOST) -> float:
     """Returns a number of a row that is not negative; "inf" is one. Raises ConfigError for anything else."""
     value = row.get(name)

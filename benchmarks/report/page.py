@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvlink.errors import ConfigError
 
-from ..harness.results import KINDS, MOST_SHARE, Row, brief, checked, key_of, number, perhaps
+from ..harness.results import KINDS, MOST_SHARE, Row, brief, checked, differences, key_of, number, perhaps
 from ..measurements.rank_handoffs import PARTS
 from ..peers.contender import BARE, KVLINK, is_cma
 from ..peers.modes import HOST, TCP
@@ -124,10 +124,7 @@ def _warnings(results: Sequence[Results]) -> str:
         for of, busy in found.noise.items()
         if busy >= _NOISE
     ]
-    for name in ("host", "cpu", "cores"):
-        values = dict.fromkeys(str(each.get(name)) for found in results for each in found.machines)
-        if len(values) > 1:
-            said.append(f"The runs are of different machines ({name}: {', '.join(values)}).")
+    said += differences(each for found in results for each in found.machines)
     return "".join(f'<p class="warn">{escape(each)}</p>' for each in said)
 
 

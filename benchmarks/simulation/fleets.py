@@ -14,6 +14,7 @@ import numpy as np
 from kvlink.errors import ConfigError
 from kvlink.transfer.cost_model import Cost
 
+from ..harness.statistics import quantiles_us
 from ..prediction.paths import Path, request_of
 from ..prediction.paths import Request as Shape
 from ..workloads.block_budget import Degrees
@@ -23,7 +24,6 @@ from .engine import Fate, Fleet, Job, Outcome, Rails, Simulation
 
 _GB = 1e9
 SIZES = tuple(2**power for power in range(1, 11))
-QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 
 Row = dict[str, Any]
 
@@ -144,14 +144,13 @@ def measured(outcomes: Sequence[Outcome], fleet: Fleet) -> Row:
     offers = [each.job.at_s for each in outcomes]
     first, last = min(offers), max(offers)
     lasted_s = max(each.job.at_s + each.took_s for each in outcomes) - first
-    us = np.array([each.took_s for each in moved]) * 1e6
-    times = np.percentile(us, list(QUANTILES.values())).tolist() if len(us) else [None] * len(QUANTILES)
+    times = quantiles_us([each.took_s * 1e6 for each in moved])
     sent = np.bincount([each.job.prefill for each in outcomes], [each.num_bytes for each in outcomes])
     in_time = sum(each.num_bytes for each in moved if each.job.at_s + each.took_s <= last)
     return {
         "requests": len(outcomes),
         "requests_per_s": len(outcomes) / (last - first),
-        **{f"{name}_us": value for name, value in zip(QUANTILES, times, strict=True)},
+        **{name: us for name, us in times.items() if not name.endswith(("_low_us", "_high_us"))},
         "gib_per_s": in_time / 2**30 / (last - first),
         "expired": sum(each.fate is Fate.EXPIRED for each in outcomes),
         "wasted_gib": (float(sent.sum()) - sum(each.num_bytes for each in moved)) / 2**30,

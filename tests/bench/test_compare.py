@@ -104,6 +104,16 @@ def test_the_exit_status_says_whether_something_is_slower(
     assert row["runs"] == "5 and 5"
 
 
+def test_runs_of_other_machines_are_said(tmp_path: Path) -> None:
+    paths = []
+    for name in ("a", "b"):
+        machine = {"kind": "machine", "run": "0", "host": name, "cores": 2}
+        pulls = [pull_row(100.0 + number, run=str(number), of_limit=None) for number in range(5)]
+        paths.append(str(written(tmp_path, f"{name}.jsonl", [machine, *pulls])))
+    done = CliRunner().invoke(app, ["compare", *paths])
+    assert "different machines (host: a, b)" in done.output
+
+
 def test_one_file_a_side_is_too_few_and_what_is_no_side_is_refused(tmp_path: Path) -> None:
     one = results(tmp_path, "a.jsonl", [100.0])
     for sides in ([one, one], [one, str(tmp_path / "nothing")], [str(tmp_path / "x"), str(tmp_path / "y")]):
