@@ -63,8 +63,7 @@ def results_of(name: str, runs: Mapping[str, Sequence[Row]]) -> Results:
         cost = KINDS[key[0]].cost
         known = [row for row in rows if cost and perhaps(row, cost) is not None]
         ranked = sorted(known, key=lambda row: number(row, cost)) or rows
-        more = {"runs": len(ranked)} if len(ranked) > 1 else {}
-        found.rows.setdefault(key[0], []).append({**ranked[(len(ranked) - 1) // 2], **more})
+        found.rows.setdefault(key[0], []).append({**ranked[(len(ranked) - 1) // 2], "runs": len(ranked)})
     return found
 
 
@@ -113,7 +112,8 @@ def _run(found: Results) -> str:
     named = ((name, machine.get(name)) for name in ("cores", "kvlink", "commit"))
     said = [found.name, str(machine.get("host", "")), str(machine.get("cpu", "")), at]
     said += [f"{value} cores" if name == "cores" else f"{name} {value}" for name, value in named if value]
-    said += [f"{len(found.runs)} runs"] if len(found.runs) > 1 else []
+    runs = max((row["runs"] for rows in found.rows.values() for row in rows), default=1)
+    said += [f"{runs} runs"] if runs > 1 else []
     return f'<p class="soft">{escape(" · ".join(filter(None, said)))}</p>'
 
 
@@ -159,7 +159,7 @@ def _sections(found: Results) -> Iterator[tuple[str, str]]:
 
 def _shown(row: Row) -> dict[str, object]:
     return {name: value for name, value in brief(row).items() if name not in ("kind", "run")} | (
-        {"runs": row["runs"]} if "runs" in row else {}
+        {"runs": row["runs"]} if row["runs"] > 1 else {}
     )
 
 
