@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of a large fleet for one coordinator, and how that grows with the fleet.
 
-`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py has workers that join and are idle,
-losses.py workers that come back, watchers.py the notification of changes, crowd.py the simulated workers, and growth.py
-the exponents.
+`parts(…)` runs `kvlink coordinator` and load processes on this host. phases.py has what is measured, crowd.py the
+simulated workers.
 """
 
 from __future__ import annotations
@@ -12,19 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from ..harness.etcd import EtcdCluster
+from ..harness.statistics import exponents
 from ..measurements.control import Row
 from ..measurements.coordinator_replicas import Replica
-from .crowds import crowds
-from .fleet import fleet, joining
-from .growth import exponents
-from .load import Load
-from .losses import lost_replica
-from .usage import keep_to_last_core
-from .watchers import fan_out, watch_each_other
+from .crowd import crowds
+from .load import Load, keep_to_last_core
+from .phases import fan_out, fleet, joining, lost_replica
 
 MEMORY, ETCD = "memory", "etcd"
-_WATCH_EACH_OTHER = 128
-"""The largest number of workers: n of them take n² deliveries."""
 _WATCHERS = 4_000
 """The largest number of watchers: each gets the cards of as many workers first."""
 _COSTS = {
@@ -38,7 +32,6 @@ _COSTS = {
     "lost replica": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "first list": ("cpu_ms", "list_bytes"),
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
-    "watch each other": ("cpu_s", "deliveries"),
 }
 """By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out).
 
@@ -82,7 +75,6 @@ def parts(
         phases: list[tuple[Phase, int, float]] = [(joining, 1, _JOINING_LEASE_S)] * joinings
         phases += [(joined, 1, lease_s)]
         phases += [(watched, 1, lease_s)] if count <= _WATCHERS else []
-        phases += [(watch_each_other, 1, lease_s)] if count <= _WATCH_EACH_OTHER else []
         phases += [(lost, 2, lease_s)] if store != MEMORY else []
         for phase, replicas, lasting_s in phases:
             with _load(store, replicas, processes, lasting_s) as load:

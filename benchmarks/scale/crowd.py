@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs many workers and watchers in one process: real clients and sessions, each over its own connection."""
+"""Runs many workers and watchers in a few processes: real clients and sessions, each over its own connection."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from kvlink.control import Claim, CoordinatorClient, Offer, Security, Session
@@ -18,7 +22,8 @@ from kvlink.control.security.reloading_channel import Options
 from kvlink.layout import dense
 from kvlink.types import Joined, TransportCard, WorkerCard
 
-from ..measurements.control import card
+from ..harness.processes import BenchError
+from ..measurements.control import card, in_processes, one_from_each
 from ..workloads.models import MODELS
 
 T = TypeVar("T")
@@ -52,7 +57,6 @@ class Crowd:
         self._missing: list[tuple[Session, int]] = []
         self._offers: list[Offer] = []
         self._watching: list[asyncio.Task[None]] = []
-        self._known: Counter[int] = Counter()
         self._seen: defaultdict[int, list[float]] = defaultdict(list)
         self._beats: Counter[int] = Counter()
 
@@ -124,14 +128,7 @@ class Crowd:
 
     async def watch(self, count: int) -> None:
         """Starts `count` watchers of all workers."""
-        for number in range(count):
-            self._watching.append(asyncio.create_task(self._watch(number, self._client())))
-
-    async def all_known(self, workers: int) -> int:
-        """Waits until every watcher knows `workers` workers. Returns how many cards they got."""
-        watchers = range(len(self._watching))
-        await _until(lambda: all(self._known[number] >= workers for number in watchers))
-        return self._known.total()
+        self._watching += [asyncio.create_task(self._watch(self._client())) for _ in range(count)]
 
     async def seen(self, mark: int) -> list[float]:
         """Returns when each watcher saw the card with this mark."""
@@ -142,10 +139,9 @@ class Crowd:
         worker, client = make_card(f"worker-{self._index}-{number}"), self._client()
         return client, await Session.join(client, worker, _ignore, _WITHIN_S, partial(self._report, number))
 
-    async def _watch(self, number: int, client: CoordinatorClient) -> None:
+    async def _watch(self, client: CoordinatorClient) -> None:
         async for change in client.watch():
             if change.what is Joined.UP:
-                self._known[number] += 1
                 self._seen[change.card.region_bytes[0]].append(time.monotonic())
 
     def _client(self) -> CoordinatorClient:
@@ -224,3 +220,60 @@ async def _until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while not holds() and time.monotonic() < deadline:
         await asyncio.sleep(_EVERY_S)
+
+
+class Crowds:
+    """Calls methods of every Crowd. Raises BenchError if one failed."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def each(self, do: str, *arguments: object) -> list[Any]:
+        """Sends the same arguments to all. Returns each one's answer."""
+        return self._ask([(do, arguments)] * len(self._pipes))
+
+    def shared_out(self, do: str, count: int) -> list[Any]:
+        """Sends each one its part of `count`."""
+        parts = len(self._pipes)
+        return self._ask([(do, ((count + index) // parts,)) for index in range(parts)])
+
+    def _ask(self, calls: list[tuple[str, tuple[object, ...]]]) -> list[Any]:
+        try:
+            for pipe, call in zip(self._pipes, calls, strict=True):
+                pipe.send(call)
+            answers = one_from_each(self._pipes)
+        except (EOFError, OSError):
+            raise BenchError("a load process ended; see its messages above") from None
+        for _, error in answers:
+            if error:
+                raise BenchError(f"a load process could not {calls[0][0]}: {error}")
+        return [answer for answer, _ in answers]
+
+
+@contextmanager
+def crowds(address: str, processes: int) -> Iterator[Crowds]:
+    """Runs `processes` load processes."""
+    with in_processes(_run, processes, address) as pipes:
+        yield Crowds(pipes)
+
+
+def _run(pipe: Connection, index: int, address: str) -> None:
+    logging.getLogger("kvlink").setLevel(
+        logging.CRITICAL
+    )  # otherwise a thousand workers log that they lost the coordinator
+
+    async def serve() -> None:
+        crowd = Crowd(address, index)
+        while (call := await asyncio.to_thread(pipe.recv)) is not None:
+            do, arguments = call
+            pipe.send(await _answer(crowd, do, arguments))
+        os._exit(0)  # a thousand farewells would take longer than the measurement
+
+    asyncio.run(serve())
+
+
+async def _answer(crowd: Crowd, do: str, arguments: tuple[object, ...]) -> tuple[Any, str]:
+    try:
+        return await getattr(crowd, do)(*arguments), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

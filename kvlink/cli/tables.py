@@ -129,12 +129,17 @@ def show_rows(
 
 
 def show_parts(
-    parts: Sequence[Iterable[Mapping[str, Any]]], as_json: bool, title: str, by: str = ""
+    parts: Sequence[Iterable[Mapping[str, Any]]],
+    as_json: bool,
+    title: str,
+    by: str = "",
+    first: Sequence[str] = (),
 ) -> list[Mapping[str, Any]]:
     """Prints rows as they come (JSON), or a table once all are there, and returns them.
 
     Progress goes to stderr, unless stderr shares a terminal with JSON on stdout. With several parts it is a bar. A part
-    is computed only when it is iterated. `by` names a column: each of its values gets a table of its own.
+    is computed only when it is iterated. `by` names a column: each of its values gets a table of its own. `first` names
+    columns by importance; without it they are ranked as in other tables.
     """
     seen: list[Mapping[str, Any]] = []
     known = all(isinstance(part, Sequence) for part in parts)  # nothing is computed
@@ -150,7 +155,7 @@ def show_parts(
     if as_json:
         return seen
     for value in dict.fromkeys(row.get(by) for row in seen):
-        make_console().print(_table([row for row in seen if row.get(by) == value], value or title))
+        make_console().print(_table([row for row in seen if row.get(by) == value], value or title, first))
     return seen
 
 
@@ -174,15 +179,16 @@ def _summary(row: Mapping[str, Any]) -> str:
     return escape(" ".join(str(value) for value in row.values() if isinstance(value, str)))
 
 
-def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Fitted:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def _table(rows: Sequence[Mapping[str, Any]], title: str, first: Sequence[str] = ()) -> Fitted:
+    given = list(dict.fromkeys(name for row in rows for name in row))
+    names = sorted(given, key=lambda name: first.index(name) if name in first else len(first))
     table = plain_table(title=title)
     for name in names:
         numeric = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
         table.add_column(_head(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(name, row.get(name, "")) for name in names))
-    return Fitted(table, [_head(name) for name in _FIRST])
+    return Fitted(table, [_head(name) for name in first or _FIRST])
 
 
 def _head(name: str) -> str:

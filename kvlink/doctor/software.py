@@ -116,7 +116,6 @@ EXTRAS = (
     Extra("metrics", ("aiohttp", "prometheus_client"), "/metrics and the status page"),
     Extra("certs", ("cryptography",), "`kvlink certs`"),
     Extra("otel", ("opentelemetry.sdk", "opentelemetry.exporter.otlp"), "spans"),
-    Extra("report", ("matplotlib",), "`kvlink report`"),
 )
 
 

@@ -35,9 +35,7 @@ NO_NAME = ("bogus", "ä b", ",")
 
 # What an option takes, where it is not a number. Text that kvlink only passes on cannot be wrong here.
 WRONG: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("--tenants", "--model-config", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE
-    ),
+    **dict.fromkeys(("--tenants", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE),
     **dict.fromkeys(("--chat", "results"), UNREADABLE),
     **dict.fromkeys(("--log", "--output", "--token"), UNWRITABLE),
     **dict.fromkeys(("--dir", "--environments"), NO_FOLDER),
@@ -49,6 +47,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--trace": ("/nowhere/x", "/", "/dev/null"),
     **dict.fromkeys(("--transport", "--store", "--order", "--layout", "--path", "--validate"), NO_NAME),
     **dict.fromkeys(("--engine", "--pp", "--tp", "--gpus", "--replicas", "--workers"), NO_NAME),
+    **dict.fromkeys(("--tokens", "--rate", "--slots", "--cpus", "--memory"), NO_NAME),
+    **dict.fromkeys(("before", "after", "--command"), NO_NAME),
     "--device": (*NO_NAME, "cuda:x"),
     "--model": (*NO_NAME, "/nowhere/x"),
     "--tenant": ("coordinator", "a/b", "", "*"),
@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[str, ...]] = {
 FREE = {("drain", "what"), ("replicate", "--model"), ("replicate", "--prompt"), ("report", "--title")}
 NUMBERS = (int, float, list)
 NEEDED = {
-    "bench prefixes": ["--trace", "/dev/null"],
+    "bench compare": ["/nowhere/b"],
     "coordinator": ["--port", "0"],
     "replicate": ["http://127.0.0.1:9", "--model", "m"],
     "router": ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "--port", "0"],

@@ -22,10 +22,18 @@ from kvlink.control import AgentClient, CoordinatorClient, Offer, Session, Sessi
 from kvlink.control.now import now
 from kvlink.control.overview import Beat
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.values import Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.security import incarnation_of
-from kvlink.control.values import Claim, PushKind, Renewal, SettleOrder, WorkerEpoch
+from kvlink.control.values import (
+    Claim,
+    Prefix,
+    PrefixChanges,
+    PrefixQuery,
+    PushKind,
+    Renewal,
+    SettleOrder,
+    WorkerEpoch,
+)
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, KVLinkError
 from kvlink.types import Joined
 

@@ -34,7 +34,6 @@ OPTIONAL = (
     "sglang",
     "aiohttp",
     "prometheus_client",
-    "matplotlib",
     "opentelemetry",
 )
 BUILT_OF = (
@@ -152,14 +151,12 @@ def test_all_means_every_extra_that_has_wheels() -> None:
 
 def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        software, "find_spec", lambda name: None if name in ("matplotlib", "pyverbs") else name
+        software, "find_spec", lambda name: None if name in ("cryptography", "pyverbs") else name
     )
     check = software.extras()
-    assert check.evidence.startswith(
-        "torch, cuda, demo, router, metrics, certs, otel; for limits of RDMA devices"
-    )
+    assert check.evidence.startswith("torch, cuda, demo, router, metrics, otel; for limits of RDMA devices")
     assert "apt-get install python3-pyverbs" in check.evidence
-    assert check.evidence.endswith("; for `kvlink report`: pip install 'kvlink[report]'")
+    assert check.evidence.endswith("; for `kvlink certs`: pip install 'kvlink[certs]'")
 
     def without_parent(name: str) -> None:
         raise ModuleNotFoundError(name)
