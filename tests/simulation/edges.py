@@ -817,7 +817,7 @@ def try_change(builds: Builds, number: int, change: Change, by_units: bool) -> t
     if by_units and change.file.endswith(".cc"):
         unit = first_failure(builds.link(change, PRODUCT, name), 60, {"GTEST_BRIEF": "1"})
     proof = MODEL if change in ORDERS else SIMULATION
-    simulated = first_failure(builds.link(change, proof, name), 120, {})
+    simulated = first_failure(builds.link(change, proof, name), 300, {})
     shutil.rmtree(builds.scratch / name)
     return unit, simulated
 
