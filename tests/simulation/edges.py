@@ -624,13 +624,6 @@ ORDERS = [
         "publish", "the nonce is stored without release", _NONCE, _NONCE.replace("release", "relaxed"), LEASES
     ),
     cut(
-        "publish",
-        "the word of the settle is cleared after the nonce is stored",
-        _NONCE,
-        _NONCE + "  words_[seat.slot].settled.store(0, std::memory_order_relaxed);\n",
-        LEASES,
-    ),
-    cut(
         "set_ready",
         "`ready` is stored without release",
         "shared.store(ready, std::memory_order_release)",
