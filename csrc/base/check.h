@@ -4,6 +4,7 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
 
 namespace kvlink {
 
@@ -12,7 +13,14 @@ class BrokenContract : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
-[[noreturn]] void broken_contract(const char* condition, const char* function);
+#ifdef KVLINK_SIMULATED_SYNC
+[[noreturn]] void broken_contract(const char* condition, const char* function);  // ends the run
+#else
+[[noreturn, gnu::noinline]] inline void broken_contract(const char* condition, const char* function) {
+  throw BrokenContract(std::string("kvlink has a bug, or was called in a way that it forbids: ") + function +
+                       "() needs " + condition);
+}
+#endif
 
 }  // namespace kvlink
 

@@ -376,7 +376,6 @@ void Lane::collect(int64_t now) {
 
 Result<int64_t> Lane::time_read(const Chunk& chunk) {
   const Hold hold(*this);
-  KVLINK_CHECK(idle());
   if (broken()) return why_broken_;
   const int64_t start = now_ns();
   const uint64_t token = claim_token(nullptr, {});

@@ -16,7 +16,6 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "engine/path_stats.h"
-#include "engine/pull_request.h"
 #include "engine/stream_planner.h"
 #include "staging/staging_policy.h"
 #include "transport_api/transport.h"
