@@ -198,6 +198,7 @@ def test_what_ended_is_not_counted_as_free_and_says_why() -> None:
     assert mirror.expire(19.9) == []
     assert mirror.expire(20.0) == [("short", 0)]
     assert (mirror.num_free, mirror.num_free_of("w"), mirror.num_expired) == (1, 1, 1)
+    assert serve(mirror.requests["short"], Claim("short")) is None, "etcd has yet to delete it"
     why = mirror.why_ended("short")
     assert why is not None
     assert "not claimed within" in why.sentence

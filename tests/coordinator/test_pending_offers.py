@@ -229,6 +229,21 @@ def test_claimed_tickets_last_as_long_as_the_ticket_would() -> None:
     assert offers.next_deadline() == math.inf
 
 
+def test_only_the_claim_that_was_answered_gives_its_tickets_back() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    claim = claimed(offers, "r", 100)
+    for other in (
+        claim._replace(claim_id=b"another"),
+        claim._replace(reader=1),
+        claim._replace(request_id="s"),
+    ):
+        assert offers.give_back(other, 1.0) == []
+        assert offers.take(claim._replace(claim_id=b"another")) is None
+        assert offers.take(claim) == [bytes(100)]
+    assert offers.give_back(claim, 1.0) == []
+    assert offers.take(claim._replace(claim_id=b"another")) == [bytes(100)]
+
+
 def test_claimed_tickets_have_a_quarter_of_the_bytes() -> None:
     offers: PendingOffers[int] = PendingOffers(Limits(ticket_bytes=1_000))
     claims = [claimed(offers, f"r{number}", 100) for number in range(6)]

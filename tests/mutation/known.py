@@ -64,8 +64,8 @@ _OFFERS, _SESSION = "kvlink/coordinator/store/pending_offers.py", "kvlink/contro
 _CLAIMS, _MIRROR = "kvlink/coordinator/store/etcd/claims.py", "kvlink/coordinator/store/etcd/mirror.py"
 _MEMBERS = "kvlink/coordinator/store/members.py"
 _TEST_OFFERS, _TEST_MEMBERS = (
-    ("tests/coordinator/test_pending_offers.py",),
-    ("tests/coordinator/test_members.py",),
+    ("tests/coordinator/test_pending_offers.py", "tests/control/store", "tests/control/test_given_back.py"),
+    ("tests/coordinator/test_members.py", "tests/control/store"),
 )
 _TEST_MIRROR, _TEST_REFUSED = (
     ("tests/coordinator/test_etcd_mirror.py",),

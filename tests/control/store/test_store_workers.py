@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 from dataclasses import replace
 
+import pytest
 from control.cards import make_card, make_offer
 from control.store.stages import LEASE_S, Stage, refused
 
-from kvlink.control.refusal import Reason
+from kvlink.control.refusal import Reason, Refused
 from kvlink.control.values import Claim
 from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.types import Joined, WorkerChange
 
 
@@ -132,3 +135,16 @@ async def test_large_cards_are_bounded_together_and_room_is_regained(store: Stor
     assert await store.join(make_card("b"), rejoin=False) == 1
     await store.leave("a", 1)
     await store.join(replace(large, worker_id="c"), rejoin=False)
+
+
+async def test_a_watch_that_nobody_reads_ends_and_says_why() -> None:
+    store = MemoryStore(LEASE_S)  # each change is an item of its own there
+    with closing(await store.watch()) as unread, closing(await store.watch()) as read:
+        for epoch in range(1, 1_100):
+            await store.join(make_card(epoch=epoch, process=epoch % 2 + 1), rejoin=False)
+            if epoch % 100 == 0:
+                read.drain()
+        assert len(unread.drain()) == 1_024
+        with pytest.raises(Refused, match="fell behind"):
+            await asyncio.wait_for(anext(unread), 10.0)
+        assert read.drain()[-1][-1].card.epoch == 1_099
