@@ -82,7 +82,7 @@ class Crowd:
             brought = await asyncio.gather(*claims, return_exceptions=True)
         return brought == [[offer.ticket] for offer in self._offers]
 
-    async def hand_off(self, count: int, batched: bool) -> bool:
+    async def hand_off(self, count: int, batched: bool = False) -> bool:
         """Makes `count` handoffs from each worker here to the next. Returns whether each claim got its own ticket."""
         pairs = list(zip(self._sessions, [*self._sessions[1:], self._sessions[0]], strict=True))
         if batched:
@@ -90,6 +90,10 @@ class Crowd:
         each = -(-count // len(pairs))
         jobs = [_hand_off(*pair, range(each), batched) for pair in pairs]
         return all(await _few_at_once(jobs))
+
+    async def hand_off_in_streams(self, count: int) -> bool:
+        """Makes handoffs like `hand_off`, in a few streams."""
+        return await self.hand_off(count, batched=True)
 
     async def beats(self) -> tuple[int, int]:
         """Returns how many heartbeats were sent so far, and how often workers had to join again."""

@@ -181,7 +181,7 @@ def _idle(load: Load, workers: int, idle_s: float) -> Row:
 def _hand_offs(load: Load, count: int, batched: bool) -> Row:
     """Hands requests off from worker to worker, over their own connections: one call each, or in 8 streams."""
     busy_s, store_s, began = load.cpu_s(), load.store_cpu_s(), time.monotonic()
-    right = load.crowds.each("hand_off", count, batched)
+    right = load.crowds.shared_out("hand_off_in_streams" if batched else "hand_off", count)
     took_s, busy_s = time.monotonic() - began, load.cpu_s() - busy_s
     return {
         "handoffs": count,

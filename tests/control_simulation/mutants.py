@@ -12,6 +12,7 @@ import argparse
 import importlib.abc
 import importlib.machinery
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+_NAMES = re.compile(r" *Session\([^)]*\)|#\d+| \((runs|dead|stopped)\)")
 _STORE, _CONTROL = "kvlink.coordinator.store", "kvlink.control"
 
 
@@ -380,7 +382,7 @@ def main(arguments: Sequence[str]) -> int:
         seed, tried, spent_s, why = json.loads(done.stdout)
         missed += seed is None
         found = "not found" if seed is None else str(seed)
-        why_text = why[0].partition(": ")[2][:110] if why else "-"
+        why_text = _NAMES.sub("", why[0].partition(": ")[2])[:90] if why else "-"
         print(
             f"| {mutant.name} | {mutant.what} | {found} | {tried} | {spent_s:.1f} | {why_text} |", flush=True
         )
