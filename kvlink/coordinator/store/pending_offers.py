@@ -269,7 +269,7 @@ class PendingOffers(Generic[W]):
             self._tickets.discard((request_id, rank))
             self._dropped.pop((request_id, rank), None)
             self._forget_owner(worker_id, (request_id, rank))
-        assert self._ticket_bytes >= 0 <= self.num_tickets
+        assert self._ticket_bytes >= 0
 
     def _prune(self, request_id: str, request: _Request) -> None:
         if not request.ranks:
