@@ -56,7 +56,7 @@ _ALLOWED = {
     "kvlink/coordinator/store/etcd/settle_orders.py:__anext__": "a group commit, whose failure changes nothing",
     "kvlink/monitoring/metrics/serving.py": "the threads of requests, which socketserver guards by handle_error",
     "kvlink/runtime/supervised.py": "starts all others",
-    "kvlink/worker/prefixes.py:find_prefix": "returns the future to the caller of kvlink",
+    "kvlink/worker/prefixes.py:find": "returns the future to the caller of kvlink",
 }  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -141,24 +141,24 @@ class SchedulerSide:
             return 0, False
         return earlier, earlier is not None
 
-    def allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
+    def allocated(self, request: Any, block_ids: GroupIds, num_external: int) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
         try:
-            self._allocated(request, blocks, num_external)
+            self._allocated(request, block_ids, num_external)
         except Exception as error:
             self._abandon("allocation", request, error)
         if num_external and not any(load.request_id == request.request_id for load in self._commands.loads):
             self._commands.loads.append(_failed_load(request, num_external))  # vLLM waits for its end
 
-    def _allocated(self, request: Any, blocks: GroupIds, num_external: int) -> None:
+    def _allocated(self, request: Any, block_ids: GroupIds, num_external: int) -> None:
         params = request.kv_transfer_params
-        groups = self._select(blocks)
-        held = tuple(array("I", group) for group in self._stateful.holding(groups))
-        if self.turns.begins(request, held, num_external, self._commands) or not params:
+        selected = self._select(block_ids)
+        into = tuple(array("I", group) for group in self._stateful.holding(selected))
+        if self.turns.begins(request, into, num_external, self._commands) or not params:
             return  # it is handed off once it is loaded, and vLLM calls this again
         if params.get("do_remote_decode") and self._may_send:
-            self._grant(request, groups)
-        self.incoming.allocated(request, held, num_external, self._commands)
+            self._grant(request, selected)
+        self.incoming.allocated(request, into, num_external, self._commands)
 
     def scheduled(
         self, chunks: Mapping[str, Chunk] | Callable[[], Mapping[str, Chunk]], preempted: Iterable[str]
@@ -206,7 +206,9 @@ class SchedulerSide:
             with self.guard.around("sent", request_id):
                 self._sent.ended(request_id)
 
-    def finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Any, block_ids: GroupIds, complete: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the request's blocks stay until `sent`, and its reader's parameters; `complete`: no abort."""
         request_id = request.request_id
         try:
@@ -216,31 +218,33 @@ class SchedulerSide:
             self.incoming.abandon(request_id)
         self._stateful.forget(request_id)
         try:
-            return self._finished(request, blocks, complete)
+            return self._finished(request, block_ids, complete)
         except Exception as error:
             self._commands.handed_off.pop(request_id, None)
             self._sent.ended(request_id)
             self._abandon("hand_off", request, error)
             return False, None
 
-    def _finished(self, request: Any, blocks: GroupIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
+    def _finished(
+        self, request: Any, block_ids: GroupIds, complete: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
-        seats, selected = self._seats.get(request_id), self._select(blocks)
+        seats, selected = self._seats.get(request_id), self._select(block_ids)
         complete = complete and getattr(request, "arrival_time", self._changed_at) >= self._changed_at
         if seats is None:
             return False, self.turns.ended(
                 request, selected, self._engine_id, self._ranks, self._commands, complete=complete
             )
-        groups = self._stateful.holding(selected)
-        if not complete or not any(groups):
+        held = self._stateful.holding(selected)
+        if not complete or not any(held):
             self._withdraw(request_id, seats, "aborted")
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        own = tuple(map(expanded, groups, self._ranks[0].kernel_blocks))
-        if not self._holds_windows(request, own, num_tokens) or not self._holds_states(request):
+        pool_ids = tuple(map(expanded, held, self._ranks[0].kernel_blocks))
+        if not self._holds_windows(request, pool_ids, num_tokens) or not self._holds_states(request):
             self._withdraw(request_id, seats, "its sliding window or state has moved on past the prompt")
             return False, None
-        handoff = self._handoff(request, seats, own, num_tokens, self._digest(request, num_tokens))
+        handoff = self._handoff(request, seats, pool_ids, num_tokens, self._digest(request, num_tokens))
         answer = {
             **{name: value for name, value in (request.kv_transfer_params or {}).items() if name != KEY},
             **handoff.to_answer(self._engine_id),
@@ -249,18 +253,18 @@ class SchedulerSide:
             self.turns.share(request, selected, self._ranks, self._commands)
         announced = self._outgoing.finish(request_id, self._ranks[0], handoff)
         answer |= {ANNOUNCED: announced} if announced else self._outgoing.advice(request)
-        num_blocks = sum(block != 0 for group in own for block in group)
+        num_blocks = sum(block != 0 for group in pool_ids for block in group)
         self._commands.handed_off[request_id] = HandedOff(num_blocks, self._lease_s)
         self._commands.retired += self._sent.add(request_id, handoff.prompt)
         return True, answer
 
-    def _holds_windows(self, request: Any, groups: Sequence[array[int]], num_tokens: int) -> bool:
+    def _holds_windows(self, request: Any, block_ids: Sequence[array[int]], num_tokens: int) -> bool:
         """Returns whether every token that decode reads still has a block.
 
         vLLM reuses the blocks that a window has left behind. After more than one token, some are of the prompt.
         """
         prompt = request.num_prompt_tokens
-        gap = first_gap(self._windows, groups, self._ranks[0].block_tokens, prompt, num_tokens)
+        gap = first_gap(self._windows, block_ids, self._ranks[0].block_tokens, prompt, num_tokens)
         if gap is None:
             return True
         self.counts["window_passed"] += 1
@@ -328,7 +332,7 @@ class SchedulerSide:
             if self._announcements is not None:
                 self._announcements.close()
 
-    def _grant(self, request: Any, groups: GroupIds) -> None:
+    def _grant(self, request: Any, block_ids: GroupIds) -> None:
         request_id = request.request_id
         if not self._stateful.can_hand_off(request_id):
             return  # its prompt is one token, which decode computes itself
@@ -351,7 +355,7 @@ class SchedulerSide:
             self._outgoing.begin(
                 request,
                 seats,
-                groups,
+                block_ids,
                 self._ranks[0],
                 lambda: self._digest(request, request.num_prompt_tokens),
             )
@@ -384,7 +388,7 @@ class SchedulerSide:
         self,
         request: Any,
         seats: tuple[LeaseSeat, ...],
-        groups: tuple[array[int], ...],
+        block_ids: tuple[array[int], ...],
         num_tokens: int,
         prompt: str,
     ) -> Handoff:
@@ -392,7 +396,7 @@ class SchedulerSide:
             request_id=name_of(request.request_id),
             owners=tuple(rank.owner for rank in self._ranks),
             seats=seats,
-            groups=groups,
+            block_ids=block_ids,
             block_tokens=self._ranks[0].block_tokens,
             num_tokens=num_tokens,
             prompt=prompt,

@@ -52,6 +52,7 @@ from kvlink.errors import ConfigError
 from kvlink.runtime.supervised import start_loop
 from kvlink.types import WorkerCard
 
+_VERSION = version("kvlink")
 _log = logging.getLogger("kvlink.control")
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence[Any])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from kvlink.errors import AccessDenied, ConfigError
 from kvlink.layout.scope import cache_scope
 from kvlink.runtime.background import ControlThread
 from kvlink.ticket import Ticket, check_request_id
+from kvlink.transfer.engine import Engine
 from kvlink.transfer.peers import Peers
-from kvlink.transfer.pool import BlockPool
+from kvlink.types import WorkerCard
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.prefix_choice import WatchedSources
-from kvlink.worker.soft_leases import SoftLeases
 
-_TTL_S = 600.0
+PREFIX_TTL_S = 600.0
+"""Seconds until a coordinator forgets a prefix that its worker does not publish again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,73 +40,65 @@ class SharedPrefix:
         return f"SharedPrefix({self.num_tokens} tokens on {owners})"
 
 
-class SharedPrefixes(SoftLeases):
-    """The part of a Worker that shares cached prefixes through the coordinator. Thread-safe."""
+class SharedPrefixes:
+    """Shares cached prefixes of one worker through the coordinator. Thread-safe.
 
-    pool: BlockPool
-    _membership: WorkerMembership
-    _control: ControlThread
-    _peers: Peers
-    _checked: Callable[[Ticket], Ticket]
+    `checked` returns a ticket that the worker may use, and raises AccessDenied for any other.
+    """
 
-    @property
-    def secret(self) -> str:
-        """Proves to coordinators that a call comes from this worker, where a scheduler in another process makes it."""
-        return self._membership.secret
+    def __init__(
+        self,
+        engine: Engine,
+        card: WorkerCard,
+        control: ControlThread,
+        membership: WorkerMembership,
+        peers: Peers,
+        checked: Callable[[Ticket], Ticket],
+    ) -> None:
+        self._core, self._card, self._control = engine.core, card, control
+        self._membership, self._checked = membership, checked
+        self._pool = engine.pool
 
-    def publish_prefix(self, ticket: Ticket, *, ttl_s: float = _TTL_S) -> None:
-        """Tells the coordinator that peers can pull with this soft ticket, until its lease ends. Does not block.
+        def outcomes(worker_id: str) -> tuple[int, int]:
+            good, failed = engine.path_stats.outcomes(worker_id)
+            return good, failed + peers.connects.failed[worker_id]
 
-        Peers with the same model find it by their digests. It is withdrawn a few seconds after the lease has ended,
-        and published again when the coordinator has lost it. A prefix of the same request id is replaced. A server of
-        several ranks publishes from every rank, with a request id that no other server uses.
+        self._sources = WatchedSources(outcomes)
+        """Belongs to the control loop."""
 
-        ticket: from `offer_soft` of this worker, with digests.
-        ttl_s: seconds until a coordinator forgets it if this worker does not publish it again, which it does earlier.
-        Raises ConfigError for other tickets, without a coordinator, and if the pool's layout names no model.
-        """
+    def publish(self, ticket: Ticket, ttl_s: float) -> None:
+        """Implements `Worker.publish_prefix`."""
         what = f"request {ticket.request_id}: publishing a prefix"
         self._membership.require_coordinator(what)
-        prefix = _prefix(ticket, cache_scope(self.pool.groups, self.pool.model), ttl_s, what)
-        if (ticket.worker_id, ticket.epoch) != (self.card.worker_id, self.card.epoch):
+        prefix = _prefix(ticket, cache_scope(self._pool.groups, self._pool.model), ttl_s, what)
+        if (ticket.worker_id, ticket.epoch) != (self._card.worker_id, self._card.epoch):
             raise ConfigError(f"{what}: the ticket is of {ticket.worker_id}; its owner can publish it")
-        core, seat = self._engine.core, ticket.seats[0]
+        core, seat = self._core, ticket.seats[0]
         self._on_loop(
             self._membership.publish_prefix, prefix, lambda: core.holds_lease(seat.slot, seat.nonce)
         )
 
-    def withdraw_prefix(self, request_id: str) -> None:
-        """Withdraws a published prefix, whose offer goes on. Does nothing if it is not published. Does not block."""
+    def withdraw(self, request_id: str) -> None:
+        """Implements `Worker.withdraw_prefix`."""
         check_request_id(request_id)
         self._on_loop(self._membership.withdraw_prefix, request_id)
 
-    def find_prefix(
+    def find(
         self,
         digests: Sequence[bytes],
-        *,
         tokens_per_digest: int,
-        own_tokens: int = 0,
-        most: int = 1,
-        timeout_s: float = 1.0,
+        own_tokens: int,
+        most: int,
+        timeout_s: float,
     ) -> Future[list[SharedPrefix]]:
-        """Asks the coordinator which peers have the longest prefix of a prompt. Returns a future at once.
-
-        The future has at most `most` peers, those on this host first, and none if no peer has more than `own_tokens`
-        tokens. Their tickets are for `pull`. A peer may have evicted the blocks since: the pull then raises
-        StaleBlocks, and the prompt is computed. A peer from which no pull has succeeded since one has failed is left
-        out for a minute, unless no other peer has a prefix.
-
-        digests: of the prompt's prefixes, as for `offer_soft`: the first covers `tokens_per_digest` tokens.
-        own_tokens: how many of the first tokens this worker has in its own cache.
-        The call raises ConfigError as `publish_prefix` does; the future raises CoordinatorError.
-        """
+        """Implements `Worker.find_prefix`."""
         self._membership.require_coordinator("finding a prefix")
         if tokens_per_digest < 1 or own_tokens < 0 or not 1 <= most <= MAX_FOUND:
             raise ConfigError(
                 f"finding a prefix: tokens_per_digest must be 1 or more and not {tokens_per_digest}, own_tokens 0 or "
                 f"more and not {own_tokens}, and most 1 to {MAX_FOUND} and not {most}"
             )
-        scope, limit_s = cache_scope(self.pool.groups, self.pool.model), checked(timeout_s)
+        limit_s = checked(timeout_s)
         mine = digests[:MAX_PREFIX_KEYS]
         if len(mine) * tokens_per_digest <= own_tokens:
             nothing: Future[list[SharedPrefix]] = Future()
@@ -114,10 +106,17 @@ class SharedPrefixes(SoftLeases):
             return nothing
         keys = b"".join(_key(each) for each in mine)
         more_than = own_tokens // tokens_per_digest
-        query = PrefixQuery(scope, tokens_per_digest, keys, more_than, most, self.card.worker_id)
+        query = PrefixQuery(
+            cache_scope(self._pool.groups, self._pool.model),
+            tokens_per_digest,
+            keys,
+            more_than,
+            most,
+            self._card.worker_id,
+        )
 
         async def find() -> list[SharedPrefix]:
-            sources = self._sources_of_prefixes
+            sources = self._sources
             found = await self._membership.find_prefix(query._replace(last=sources.last()), limit_s)
             usable = []
             for each in found:
@@ -131,16 +130,6 @@ class SharedPrefixes(SoftLeases):
             return usable
 
         return self._control.submit(find())
-
-    @functools.cached_property
-    def _sources_of_prefixes(self) -> WatchedSources:
-        """Belongs to the control loop."""
-
-        def outcomes(worker_id: str) -> tuple[int, int]:
-            good, failed = self._engine.path_stats.outcomes(worker_id)
-            return good, failed + self._peers.connects.failed[worker_id]
-
-        return WatchedSources(outcomes)
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         self._control.on_loop("published prefix", call, *args)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from kvlink.config.timeouts import checked
 from kvlink.errors import ConfigError
@@ -13,9 +15,8 @@ from kvlink.transfer.group_ids import within
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_request import layers_read, lease_words, stream_of
-
-if TYPE_CHECKING:
-    from kvlink.worker.worker import Worker
+from kvlink.transfer.pulls import Pulls
+from kvlink.worker.sources import Sources
 
 
 def check_ticket(ticket: object) -> None:
@@ -26,24 +27,34 @@ def check_ticket(ticket: object) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The worker that a prepared pull reads for. `pull` is `Worker.pull`."""
+
+    sources: Sources
+    pulls: Pulls
+    pull: Callable[..., Pull]
+    timeout_s: float
+
+
 class PreparedPull:
     """A pull of one list of an owner's blocks into one list of blocks here, see `Worker.prepare`. Thread-safe.
 
     It keeps the plan of the reads. A pull under a further ticket only validates the lease of that ticket.
     """
 
-    __slots__ = ("_into", "_planned", "_ranges", "_ticket", "_worker")
+    __slots__ = ("_into", "_planned", "_ranges", "_reader", "_ticket")
 
     def __init__(
         self,
-        worker: Worker,
+        reader: Reader,
         peer: Peer | None,
         ticket: Ticket,
         into: Any,
         ranges: tuple[tuple[int, int] | None, tuple[int, int] | None],
     ) -> None:
         """Plans the reads. Raises ConfigError as `Worker.pull` does, and for a pool of several cache groups."""
-        self._worker, self._ticket, self._into, self._ranges = worker, ticket, into, ranges
+        self._reader, self._ticket, self._into, self._ranges = reader, ticket, into, ranges
         self._planned = (peer, self._plan(peer))
 
     def _plan(self, peer: Peer | None) -> PreparedPlan:
@@ -66,7 +77,7 @@ class PreparedPull:
         It does what `Worker.pull` does while the owner is not connected, and for a ticket whose blocks are not all
         written. Raises ConfigError for a ticket of other blocks or of another owner.
         """
-        worker, first = self._worker, self._ticket
+        reader, first = self._reader, self._ticket
         check_ticket(ticket)
         if (
             ticket.block_ids != first.block_ids
@@ -77,8 +88,8 @@ class PreparedPull:
                 f"request {ticket.request_id}: the ticket offers other blocks than that of request "
                 f"{first.request_id}, with which the pull was prepared; use `pull`, or prepare another one"
             )
-        limit_s = worker._timeout_s if timeout_s is None else checked(timeout_s)
-        peer = worker._peers.get(worker._checked(ticket).worker_id, ticket.epoch)
+        limit_s = reader.timeout_s if timeout_s is None else checked(timeout_s)
+        peer = reader.sources.peers.get(reader.sources.checked(ticket).worker_id, ticket.epoch)
         if peer is not None and not stream_of(peer, ticket):
             planned_for, plan = self._planned
             if planned_for is not peer:  # connected again: the regions may have other numbers
@@ -86,6 +97,6 @@ class PreparedPull:
                 self._planned = (peer, plan)
             core = plan.pull(lease_words(ticket, peer, settle), limit_s)
             if core is not None:
-                return worker._pulls.started(core, ticket, peer, self._into, *self._ranges, settle)
+                return reader.pulls.started(core, ticket, peer, self._into, *self._ranges, settle)
         tokens, layers = self._ranges
-        return worker.pull(ticket, self._into, tokens=tokens, layers=layers, settle=settle, timeout_s=limit_s)
+        return reader.pull(ticket, self._into, tokens=tokens, layers=layers, settle=settle, timeout_s=limit_s)

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements one worker's part in a broadcast: a pull that goes on from another source when the first one fails."""
+"""Implements one worker's part in a broadcast: a pull that changes its source, and whose blocks are offered on."""
 
 from __future__ import annotations
 
-from kvlink.errors import KVLinkError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.runtime.background import ControlThread
 from kvlink.ticket import Ticket
+from kvlink.transfer.group_ids import GroupIds, copied, reader_of_ids
+from kvlink.transfer.offers import Offers
+from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pulls import RelayRun
+from kvlink.transfer.pulls import Pulls, RelayRun
+from kvlink.types import ReadyUnit
+from kvlink.worker.sources import Sources, parsed
 
 
 class Relay:
@@ -40,3 +50,59 @@ class Relay:
     def cancel(self) -> None:
         """Ends the pull and the offer. On return no more bytes of it can arrive, whatever other threads do."""
         self.pull.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Relays:
+    """Starts the relays of one worker."""
+
+    pool: BlockPool
+    control: ControlThread
+    offers: Offers
+    sources: Sources
+    pulls: Pulls
+
+    def checked(
+        self, given: Sequence[Ticket | str | None], into: GroupIds, timeout_s: float
+    ) -> tuple[list[Ticket], Any]:
+        """Returns the tickets, claimed where an id is given, and the block ids. Raises as `Worker.relay` does."""
+        if self.pool.gpu is not None or len(self.pool.groups) > 1:  # before a claim uses up a ticket
+            raise ConfigError(
+                "a relay needs a pool of one cache group in host memory; this worker has another"
+            )
+        block_ids = copied(reader_of_ids(self.pool.groups)(into))
+        tickets = [self._source(each, timeout_s) for each in given if each is not None]
+        request_id, num_tokens = tickets[0].request_id, tickets[0].num_tokens
+        if any(each.ready_unit is ReadyUnit.LAYERS for each in tickets):
+            raise ConfigError(
+                f"request {request_id}: a relay follows blocks or tokens, and this offer counts layers"
+            )
+        if any(each.num_tokens != num_tokens for each in tickets):
+            raise ConfigError(
+                f"request {request_id}: `instead` has {tickets[1].num_tokens} tokens, and `ticket` {num_tokens}"
+            )
+        return tickets, block_ids
+
+    def begin(
+        self,
+        tickets: Sequence[Ticket],
+        block_ids: Any,
+        offered: Ticket | None,
+        batch_bytes: int | None,
+        timeout_s: float,
+    ) -> Relay:
+        """Starts the pull. `offered` is this worker's own offer of the same blocks, None if it has no readers."""
+        lease = 0 if offered is None else self.offers.lease_of(offered)
+        return Relay(self.pulls.begin_relay(tickets, block_ids, lease, batch_bytes, timeout_s), offered)
+
+    def _source(self, given: Ticket | str, timeout_s: float) -> Ticket:
+        if isinstance(ticket := parsed(given), Ticket):
+            return self.sources.checked(ticket)
+        if not isinstance(ticket, str):
+            raise ConfigError("a relay reads from one owner: pass one ticket, not a list")
+        found = self.control.run(self.sources.claim(ticket, timeout_s))
+        if len(found) != 1:
+            raise ConfigError(
+                f"request {ticket}: a relay reads from one owner, and {len(found)} ranks offer it"
+            )
+        return found[0]

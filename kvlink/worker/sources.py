@@ -83,16 +83,19 @@ class Sources:
             raise ConfigError("the list of tickets is empty; pass at least one ticket")
         return tickets
 
-    async def _claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
+    async def claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
+        """Claims a request within `timeout_s` seconds. Raises ConfigError, AccessDenied, UnknownRequest,
+        CoordinatorUnavailable."""
+        self._require_coordinator(request_id)
         claiming = self.membership.claim(request_id, timeout_s, *rank_of(self.layout))
         return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 
     async def _claim_and_connect(self, request_id: str, deadline: float) -> list[Owner]:
-        tickets = await self._claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
+        tickets = await self.claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
         return await connect_all(self.peers, tickets, deadline, complete=True)
 
     async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
-        self.releaser.release(await self._claim(request_id, timeout_s))
+        self.releaser.release(await self.claim(request_id, timeout_s))
 
 
 def parsed(ticket: Tickets | None, request_id: str | None = None) -> Tickets:

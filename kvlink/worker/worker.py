@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial as bound
@@ -23,10 +26,11 @@ from kvlink.monitoring.worker_report import Reporter
 from kvlink.monitoring.worker_stats import WorkerStats
 from kvlink.runtime.background import ControlThread
 from kvlink.runtime.names import check_kind, check_name
-from kvlink.ticket import Ticket
-from kvlink.transfer import spans
+from kvlink.ticket import LeaseSeat, Ticket
+from kvlink.transfer import soft_offers, spans
+from kvlink.transfer.completion import each_ended, when_ended
 from kvlink.transfer.device_work import DeviceWork, has_ended
-from kvlink.transfer.engine import Engine
+from kvlink.transfer.engine import Engine, LeaseCounts, SoftLeaseCounts
 from kvlink.transfer.group_ids import GroupIds, NumTokens, TokenRanges, copied, reader_of_ids
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
@@ -34,12 +38,12 @@ from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Observer, Pull
 from kvlink.transfer.pull_request import Want, start
 from kvlink.transfer.pulls import Pulls
-from kvlink.types import ReadyUnit, WorkerCard
-from kvlink.worker.exit import open_workers
+from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.worker.membership import WorkerMembership
-from kvlink.worker.prepared import PreparedPull, check_ticket
+from kvlink.worker.prefixes import PREFIX_TTL_S, SharedPrefix, SharedPrefixes
+from kvlink.worker.prepared import PreparedPull, Reader, check_ticket
 from kvlink.worker.reachability import advertised_host
-from kvlink.worker.relays import Relays
+from kvlink.worker.relay import Relay, Relays
 from kvlink.worker.sources import Sources, Tickets, parsed
 from kvlink.worker.stats import gather
 from kvlink.worker.unread import Releaser, is_empty
@@ -47,9 +51,10 @@ from kvlink.worker.unread import Releaser, is_empty
 _log = logging.getLogger("kvlink.worker")
 _NEEDED: Any = None
 _JOIN_S, _CLOSE_S = 10.0, 5.0
+_DRAIN_POLL_S = 0.01
 
 
-class Worker(Relays):
+class Worker:
     """Joins a deployment on construction, and leaves with `close` or at the end of a `with` block. Thread-safe.
 
     pool: the blocks that it offers and pulls into.
@@ -105,11 +110,15 @@ class Worker(Relays):
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
             self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
+            self._relays = Relays(pool, self._control, self.offers, self._sources, self._pulls)
+            self._prefixes = SharedPrefixes(
+                self._engine, self.card, self._control, self._membership, self._peers, self._checked
+            )
             self._membership.report = Reporter(self)
             if self.config.metrics_port:
                 opened.callback(metrics.serve(self, self.config))
-            opened.callback(open_workers.discard, self)
-            open_workers.add(self)
+            opened.callback(_open_workers.discard, self)
+            _open_workers.add(self)
             self._opened = opened.pop_all()
 
     def __repr__(self) -> str:
@@ -250,7 +259,8 @@ class Worker(Relays):
         """
         check_ticket(ticket)
         peer = self.connect(ticket, timeout_s)
-        return PreparedPull(self, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
+        reader = Reader(self._sources, self._pulls, self.pull, self._timeout_s)
+        return PreparedPull(reader, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:
         """Settles a request without reading its blocks, with the arguments and errors of `pull`. Does not block or
@@ -265,6 +275,196 @@ class Worker(Relays):
         job = self._peers.connect(self._checked(ticket).worker_id, ticket.epoch, ticket.agent, deadline)
         return self._control.run(job, timeout_s + _CLOSE_S)  # the job itself ends in time
 
+    def split(self, ticket: Ticket) -> list[Ticket]:
+        """Returns a ticket for each seat of an offer of this worker, for readers that pull independently of each other.
+
+        Use it with `offer(..., readers=n)`. The offer ends when all n have settled, or by its time to live.
+        """
+        return [self.offers.sign(replace(ticket, seats=(seat,))) for seat in ticket.seats]
+
+    def relay(
+        self,
+        ticket: Ticket | str,
+        into: GroupIds,
+        *,
+        readers: int = 1,
+        instead: Ticket | str | None = None,
+        offer_as: str | None = None,
+        publish: bool = False,
+        ttl_s: float | None = None,
+        batch_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Relay:
+        """Pulls a request, and offers its blocks on while they arrive.
+
+        A chain of relays takes little more time than one pull, because each worker forwards a batch while it reads the
+        next one. `kvlink.broadcast_parents` says who reads from whom.
+
+        ticket: of the worker to read from, which may be a relay itself. Or a request id to claim at the coordinator.
+        into: as for `pull`. Write these blocks again only after the pull has ended and the event of the offer has come.
+        readers: how many workers read from this one. The ticket of the Relay has a seat for each, see `split`.
+            With 0 nothing is offered.
+        instead: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest is
+            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end,
+            with all its seats: pass one of `split` if it has seats of others.
+        offer_as: the request id of this worker's offer, by default that of `ticket`. At the coordinator, each relay
+            needs an id of its own.
+        publish, ttl_s: as for `offer`, for the offer of this worker.
+        batch_bytes: how much is read before it is validated and announced. By default 1/64 of the request, and 256 KiB
+            at least.
+        timeout_s: deadline of the whole, as for `pull`. The sources share it: a first one that hangs costs half of it.
+        Raises ConfigError for a pool on a GPU, for several cache groups and for a request that this worker reads from
+        several owners; UnknownRequest if there is nothing to claim. The Relay raises what happens later.
+        """
+        limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
+        sources, block_ids = self._relays.checked((ticket, instead), into, limit_s)
+        offered = None
+        if readers:
+            offered = self.offer(
+                sources[0].request_id if offer_as is None else offer_as,
+                block_ids,
+                num_tokens=sources[0].num_tokens,
+                ttl_s=ttl_s,
+                readers=readers,
+                ready=0,
+                ready_unit=ReadyUnit.TOKENS,
+                publish=publish,
+            )
+        return self._relays.begin(sources, block_ids, offered, batch_bytes, limit_s)
+
+    def offer_soft(
+        self,
+        request_id: str,
+        block_ids: GroupIds,
+        *,
+        num_tokens: NumTokens | None = None,
+        digests: Sequence[bytes] = (),
+        ttl_s: float | None = None,
+        trace: str = "",
+    ) -> Ticket:
+        """Offers blocks without pinning them, and returns the ticket. Makes no remote call.
+
+        Any number of readers pull with the ticket, as often as they like, and none settles it. The blocks remain in the
+        engine's own cache. Before the engine gives one of them new content, it must call `revoke`; a reader that comes
+        later gets StaleBlocks and recomputes. No event follows. A request that has grown is offered again: each call
+        gives a ticket of its own, and older tickets of the request remain valid.
+
+        The offer ends by `revoke`, by its `ttl_s`, with the worker, or when lease slots run out: the oldest soft offer
+        then makes room, also for `offer`.
+
+        block_ids: as for `offer`. Full blocks, whose content a finished step has written and no later step changes.
+        num_tokens: as for `offer`; by default as many as fit, and no block may be partial.
+        digests: of prefixes of the tokens at equal distances, usually one for each block; 8 to 64 bytes each. A reader
+            finds the part that it has in common by `Ticket.common_tokens`.
+        ttl_s: seconds after which the offer ends; by default it does not expire.
+        trace: as for `offer`.
+        Raises ConfigError for invalid arguments, and if offers that pin blocks have all lease slots.
+        """
+        return soft_offers.offer_soft(
+            self._engine,
+            self.card,
+            request_id,
+            block_ids,
+            num_tokens,
+            digests,
+            ttl_s,
+            trace,
+            self.offers.sign,
+        )
+
+    def grant_soft_at(
+        self,
+        seat: LeaseSeat,
+        block_ids: GroupIds,
+        *,
+        num_tokens: NumTokens | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Takes the lease of `offer_soft` at a seat that the caller chose, for schedulers that create tickets.
+
+        seat: a slot of 1 to KVLINK_LEASE_SLOTS, a random nonce, and SHARED_SEAT. A soft offer that has the slot ends.
+        Raises ConfigError as `offer_soft` does, and if an offer that pins blocks has the slot.
+        """
+        soft_offers.grant_soft_at(self._engine, seat, block_ids, num_tokens, ttl_s)
+
+    def revoke(self, block_ids: GroupIds) -> int:
+        """Ends the soft offers that cover one of these blocks. On return the blocks may get new content.
+
+        Call it in each step, on every rank, with the blocks that the step gives new content, before the first kernel or
+        load writes one. What readers read later does not validate, and over tcp it is not even sent. Offers that pin
+        blocks are not affected. A block that no soft offer covers costs a few nanoseconds. array("I") or contiguous
+        numpy uint32 is fastest. With several cache groups, one list or a list for each; a number names a block of every
+        group.
+
+        Returns the number of offers that ended. Raises ConfigError for anything but block ids.
+        """
+        return soft_offers.revoke(self._engine, block_ids)
+
+    def soft_lease_counts(self) -> SoftLeaseCounts:
+        """Returns the counts of this worker's soft offers."""
+        return self._engine.soft_lease_counts()
+
+    @property
+    def secret(self) -> str:
+        """Proves to coordinators that a call comes from this worker, where a scheduler in another process makes it."""
+        return self._membership.secret
+
+    def publish_prefix(self, ticket: Ticket, *, ttl_s: float = PREFIX_TTL_S) -> None:
+        """Tells the coordinator that peers can pull with this soft ticket, until its lease ends. Does not block.
+
+        Peers with the same model find it by their digests. It is withdrawn a few seconds after the lease has ended,
+        and published again when the coordinator has lost it. A prefix of the same request id is replaced. A server of
+        several ranks publishes from every rank, with a request id that no other server uses.
+
+        ticket: from `offer_soft` of this worker, with digests.
+        ttl_s: seconds until a coordinator forgets it if this worker does not publish it again, which it does earlier.
+        Raises ConfigError for other tickets, without a coordinator, and if the pool's layout names no model.
+        """
+        self._prefixes.publish(ticket, ttl_s)
+
+    def withdraw_prefix(self, request_id: str) -> None:
+        """Withdraws a published prefix, whose offer goes on. Does nothing if it is not published. Does not block."""
+        self._prefixes.withdraw(request_id)
+
+    def find_prefix(
+        self,
+        digests: Sequence[bytes],
+        *,
+        tokens_per_digest: int,
+        own_tokens: int = 0,
+        most: int = 1,
+        timeout_s: float = 1.0,
+    ) -> Future[list[SharedPrefix]]:
+        """Asks the coordinator which peers have the longest prefix of a prompt. Returns a future at once.
+
+        The future has at most `most` peers, those on this host first, and none if no peer has more than `own_tokens`
+        tokens. Their tickets are for `pull`. A peer may have evicted the blocks since: the pull then raises
+        StaleBlocks, and the prompt is computed. A peer from which no pull has succeeded since one has failed is left
+        out for a minute, unless no other peer has a prefix.
+
+        digests: of the prompt's prefixes, as for `offer_soft`: the first covers `tokens_per_digest` tokens.
+        own_tokens: how many of the first tokens this worker has in its own cache.
+        The call raises ConfigError as `publish_prefix` does; the future raises CoordinatorError.
+        """
+        return self._prefixes.find(digests, tokens_per_digest, own_tokens, most, timeout_s)
+
+    def events(self) -> list[LeaseEvent]:
+        """Returns the offers that ended since the last call, whose blocks may be written again. Never blocks."""
+        return self.offers.events()
+
+    def lease_counts(self) -> LeaseCounts:
+        """Returns the counts of this worker's offers by outcome."""
+        return self._engine.lease_counts()
+
+    def watch_events(self) -> AsyncIterator[LeaseEvent]:
+        """Yields offers as they end, on the running event loop, until this worker is closed."""
+        return when_ended(self._engine, self.offers.events)
+
+    def watch_events_blocking(self, timeout_s: float | None = None) -> Iterator[LeaseEvent]:
+        """Yields like `watch_events` on the calling thread, and ends if no offer has ended for `timeout_s` seconds."""
+        limit_s = None if timeout_s is None else checked(timeout_s)
+        return each_ended(self._engine, self.offers.events, limit_s)
+
     def peers(self) -> list[Peer]:
         """Returns the owners that this worker is connected to."""
         return self._peers.all()
@@ -272,6 +472,21 @@ class Worker(Relays):
     def stats(self) -> WorkerStats:
         """Returns all statistics. It is meant for scrapes and too slow to call for every pull."""
         return gather(self.worker_id, self._engine, self.offers, self._peers, self._membership, self._pulls)
+
+    def drain(self, grace_s: float) -> bool:
+        """Waits at most `grace_s` seconds until every offer that pins blocks has ended. Returns whether all have.
+
+        Call it before `close`, when the server has ended its requests and takes no more: `close` ends the offers that
+        are left, and their readers compute again. Offers can still be made and read meanwhile, and events be taken.
+        Soft offers do not count. From the first call on the worker shows that it drains, also at the coordinator.
+        """
+        ends = time.monotonic() + checked(grace_s)
+        self._control.on_loop("drain", self._membership.begin_drain)
+        while self.lease_counts().active:
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(_DRAIN_POLL_S)
+        return True
 
     def close(self) -> None:
         """Ends running pulls, offers and the membership. On return nothing accesses the pool. Idempotent."""
@@ -322,3 +537,12 @@ class Worker(Relays):
 
     def _in_background(self, job: Coroutine[Any, Any, None], request_id: str, what: str) -> None:
         self._control.in_background(job, f"{what} failed request={request_id}", name="worker job")
+
+
+_open_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in list(_open_workers):
+        worker.close()

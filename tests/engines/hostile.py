@@ -71,7 +71,9 @@ def mutation(draw: random.Random) -> Callable[[Params], Any]:
         lambda params: params | {KEY: params[KEY] | {field: value}},
         lambda params: params | {KEY: params[KEY] | {"block_tokens": str(number)}},
         lambda params: params | {KEY: params[KEY] | {"owners": [owner]}},
-        of_another_server(lambda h: replace(h, groups=h.groups * times, block_tokens=h.block_tokens * times)),
+        of_another_server(
+            lambda h: replace(h, block_ids=h.block_ids * times, block_tokens=h.block_tokens * times)
+        ),
         of_another_server(lambda h: replace(h, owners=h.owners * times)),
         of_another_server(lambda h: replace(h, num_tokens=number)),
         of_another_server(lambda h: replace(h, seats=h.seats[:times])),

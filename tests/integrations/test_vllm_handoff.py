@@ -39,7 +39,7 @@ HANDOFFS = st.builds(
     request_id=PRINTABLE,
     owners=st.lists(st.builds(Owner, PRINTABLE, U64, AGENTS), min_size=1, max_size=4).map(tuple),
     seats=st.lists(SEATS, min_size=1, max_size=4).map(tuple),
-    groups=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups"),
+    block_ids=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups"),
     block_tokens=st.shared(st.lists(BLOCKS, min_size=1, max_size=4).map(tuple), key="groups").flatmap(
         lambda groups: st.tuples(*(SIZES if len(group) > 1 else SIZES | st.just(0) for group in groups))
     ),
@@ -135,7 +135,7 @@ def test_parts_of_two_leases_do_not_mix() -> None:
         replace(SAMPLE, seats=(LeaseSeat(1, 300, 300),)),
         replace(SAMPLE, owners=(Owner("w", 2**63 + 1, "127.0.0.1:1"),)),
         replace(SAMPLE, prompt=prompt_digest([2, 1])),
-        replace(SAMPLE, groups=(*SAMPLE.groups, array("I"))),
+        replace(SAMPLE, block_ids=(*SAMPLE.block_ids, array("I"))),
     ):
         assert not Part(other, 40, False, False).continues(first)
 
@@ -162,7 +162,7 @@ def test_tickets_cover_whole_blocks() -> None:
 
 
 def test_a_ticket_has_the_blocks_of_each_layout() -> None:
-    hybrid = dataclasses.replace(SAMPLE, groups=(*SAMPLE.groups, array("I", [9])), block_tokens=(16, 0))
+    hybrid = dataclasses.replace(SAMPLE, block_ids=(*SAMPLE.block_ids, array("I", [9])), block_tokens=(16, 0))
     [ticket] = hybrid.tickets([CacheGroup(1, 16, 1, 1), CacheGroup(3, 0, 1, 1)])
     assert [list(ids) for ids in ticket.groups()] == [[4, 0, 7], [9], [9], [9]]
     assert (ticket.num_tokens, ticket.ready, ticket.ready_unit) == (48, 48, ReadyUnit.TOKENS)

@@ -130,7 +130,7 @@ def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chu
         loading = _Loading(load, 0)
         loading.pulled_to = [0]
         try:
-            handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=(block_tokens,))
+            handoff: Any = SimpleNamespace(block_ids=(theirs,), block_tokens=(block_tokens,))
             first, upto = loads._range(loading, handoff, 0, end)
         except StaleBlocks:
             refused += 1
@@ -149,7 +149,7 @@ def test_ends_with_blocks_of_other_sizes_need_only_what_is_read() -> None:
     loading.pulled_to = [0]
     loads = Loads(None, SimpleNamespace(groups=(CacheGroup(1, 128, 1, 1),)), None, None)  # type: ignore[arg-type]
     theirs = array("I", [0] * 30 + [7] * 33)
-    handoff: Any = SimpleNamespace(groups=(theirs,), block_tokens=(16,))
+    handoff: Any = SimpleNamespace(block_ids=(theirs,), block_tokens=(16,))
     assert loads._range(loading, handoff, 0, 1000) == (480, 1000)
     theirs[31] = 0  # tokens 496 to 511
     with pytest.raises(StaleBlocks, match="token 496 of cache group 0"):

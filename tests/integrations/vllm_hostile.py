@@ -83,12 +83,12 @@ MUTATIONS: st.SearchStrategy[Mutation] = st.one_of(
     JSON.map(lambda value: lambda params: value),
     st.integers(0, 4).map(
         lambda n: _rewritten(
-            lambda h: replace(h, groups=h.groups[:1] * n, block_tokens=h.block_tokens[:1] * n)
+            lambda h: replace(h, block_ids=h.block_ids[:1] * n, block_tokens=h.block_tokens[:1] * n)
         )
     ),
     st.tuples(NUMBERS, st.sampled_from([array("I"), array("I", [0]), array("I", [1, 2**32 - 1])])).map(
         lambda more: _rewritten(
-            lambda h: replace(h, groups=(*h.groups, more[1]), block_tokens=(*h.block_tokens, more[0]))
+            lambda h: replace(h, block_ids=(*h.block_ids, more[1]), block_tokens=(*h.block_tokens, more[0]))
         )
     ),
     st.integers(0, 6).map(lambda n: _rewritten(lambda h: replace(h, owners=h.owners[:1] * n))),

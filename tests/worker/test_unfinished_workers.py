@@ -24,7 +24,7 @@ from kvlink import BlockPool, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.engine import Engine
-from kvlink.worker.exit import open_workers
+from kvlink.worker import worker as workers
 from kvlink.worker.membership import WorkerMembership
 
 _CODES = {Worker.__init__.__code__, Engine.__init__.__code__, Engine._start.__code__}
@@ -68,7 +68,7 @@ def threads() -> Counter[str]:
 
 def held() -> Counter[str]:
     """Counts what workers hold: descriptors, threads of C++ and Python, and places among the open ones."""
-    others = Counter({"Python threads": threading.active_count(), "open workers": len(open_workers)})
+    others = Counter({"Python threads": threading.active_count(), "open workers": len(workers._open_workers)})
     return descriptors() + threads() + others
 
 

@@ -84,7 +84,7 @@ class Answers:
             request_id=name,
             owners=tuple(rank.owner for rank in ranks),
             seats=(seat,),
-            groups=(ids,),
+            block_ids=(ids,),
             block_tokens=own.block_tokens,
             num_tokens=num_tokens,
             prompt=digests[-1].hex(),

@@ -116,7 +116,7 @@ class EarlierTurns:
         return max(turn.num_tokens - num_computed, 0)
 
     def begins(
-        self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
+        self, request: Any, into: tuple[array[int], ...], num_external: int, commands: StepCommands
     ) -> bool:
         """Starts the load of `num_external` tokens, for which blocks exist now. Returns whether there is one."""
         turn = self._turns.pop(request.request_id, None)  # once: after a failure the prompt is computed
@@ -127,7 +127,7 @@ class EarlierTurns:
             return False
         first = turn.num_tokens - num_external
         commands.loads.append(
-            Load(request.request_id, turn.handoff, groups, first, turn.num_tokens, settles=False)
+            Load(request.request_id, turn.handoff, into, first, turn.num_tokens, settles=False)
         )
         return True
 

@@ -79,10 +79,10 @@ class Turns:
         return self.earlier.num_matched(request, num_computed, ranks) if self.earlier is not None else 0
 
     def begins(
-        self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
+        self, request: Any, into: tuple[array[int], ...], num_external: int, commands: StepCommands
     ) -> bool:
         """Starts the load of earlier turns, for which blocks exist now. Returns whether there is one."""
-        return self.earlier is not None and self.earlier.begins(request, groups, num_external, commands)
+        return self.earlier is not None and self.earlier.begins(request, into, num_external, commands)
 
     def forward(self, ranks: Sequence[RankInfo], commands: StepCommands) -> None:
         """Tells the workers which offered blocks get new content in the step that was scheduled."""
@@ -113,7 +113,7 @@ class Turns:
     def ended(
         self,
         request: Any,
-        groups: GroupIds,
+        block_ids: GroupIds,
         engine_id: str,
         ranks: Sequence[RankInfo],
         commands: StepCommands,
@@ -127,9 +127,9 @@ class Turns:
         if self.answers is None or not complete:
             return None
         if not self._bidirectional or not params or params.get("do_remote_decode"):
-            self.share(request, groups, ranks, commands)
+            self.share(request, block_ids, ranks, commands)
             return None
-        handoff = self.answers.offer(request, groups[0], ranks, commands)
+        handoff = self.answers.offer(request, block_ids[0], ranks, commands)
         if handoff is None:
             return None
         output = handoff.to_answer(engine_id)
@@ -145,13 +145,13 @@ class Turns:
             self.earlier.ended(request_id)
 
     def share(
-        self, request: Any, groups: GroupIds, ranks: Sequence[RankInfo], commands: StepCommands
+        self, request: Any, block_ids: GroupIds, ranks: Sequence[RankInfo], commands: StepCommands
     ) -> None:
         """Lets peers find the prefix of a request that has just ended well, whether it is handed off or not."""
         if self.peers is None or self.answers is None:
             return
         self.step_began(0)
-        handoff = self.answers.offer(request, groups[0], ranks, commands, shared=True)
+        handoff = self.answers.offer(request, block_ids[0], ranks, commands, shared=True)
         if handoff is not None and (ended := self.peers.publish(handoff, ranks[0].scope)):
             self.answers.forget(ended)
 

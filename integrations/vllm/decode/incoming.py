@@ -123,7 +123,7 @@ class Incoming:
         return count, count > 0
 
     def allocated(
-        self, request: Any, groups: tuple[array[int], ...], num_external: int, commands: StepCommands
+        self, request: Any, into: tuple[array[int], ...], num_external: int, commands: StepCommands
     ) -> None:
         """Starts the load of `num_external` tokens, for which blocks exist now."""
         params = request.kv_transfer_params
@@ -143,7 +143,7 @@ class Incoming:
             Load(
                 request.request_id,
                 incoming.handoff,
-                groups,
+                into,
                 end - num_external,
                 end,
                 incoming.refused,

@@ -222,8 +222,8 @@ class Loads:
         groups = self._caches.groups
         tickets = handoff.tickets(groups, written=written)
         into, tokens = [], []
-        for group, blocks, (first, upto) in zip(groups, load.groups, ranges, strict=True):
-            ids, unit = expanded(blocks, group.kernel_blocks), group.token_unit
+        for group, ours, (first, upto) in zip(groups, load.into, ranges, strict=True):
+            ids, unit = expanded(ours, group.kernel_blocks), group.token_unit
             into += [ids] * group.num_layouts
             wanted = (first // unit, -(-upto // unit)) if first < upto else (0, 0)
             tokens += [wanted] * group.num_layouts
@@ -242,14 +242,14 @@ class Loads:
         For a group of states, returns the range of the state. Raises StaleBlocks if prefill no longer has a block for
         what is read here.
         """
-        load, theirs, cache = loading.load, handoff.groups[group], self._caches.groups[group]
+        load, theirs, cache = loading.load, handoff.block_ids[group], self._caches.groups[group]
         if not theirs and not loading.complete:  # they come with a later part
             return end, end
         if not cache.block_tokens:
-            if len(theirs) != 1 or len(load.groups[group]) != 1:
+            if len(theirs) != 1 or len(load.into[group]) != 1:
                 raise StaleBlocks(f"cache group {group} has no state: {len(theirs)} there")
             return 0, 1
-        ours = _leading_gaps(load.groups[group]) * cache.block_tokens * cache.kernel_blocks
+        ours = _leading_gaps(load.into[group]) * cache.block_tokens * cache.kernel_blocks
         missing = max(loading.pulled_to[group], ours)
         needed = max(missing, load.needed_from[group] if load.needed_from else 0)
         block_tokens = handoff.block_tokens[group]

@@ -74,7 +74,7 @@ class Handoff:
     owners: tuple[Owner, ...]
     """The workers by tensor-parallel rank."""
     seats: tuple[LeaseSeat, ...]
-    groups: tuple[array[int], ...]
+    block_ids: tuple[array[int], ...]
     """The block ids of each cache group, from token 0 on. 0 means that a sliding window has no block there.
 
     A group of states has the block with the state after `num_tokens` tokens.
@@ -103,11 +103,11 @@ class Handoff:
         With `written` False, readers follow what the owners report as written.
         """
         lists = [
-            ids for ids, group in zip(self.groups, caches, strict=True) for _ in range(group.num_layouts)
+            ids for ids, group in zip(self.block_ids, caches, strict=True) for _ in range(group.num_layouts)
         ]
         tokens = [
             len(ids) * (size // group.token_unit)
-            for ids, size, group in zip(self.groups, self.block_tokens, caches, strict=True)
+            for ids, size, group in zip(self.block_ids, self.block_tokens, caches, strict=True)
         ]
         alone, num_tokens = len(lists) == 1, max(*tokens, 1)
         blocks = lists[0] if alone else joined(lists)
@@ -164,10 +164,10 @@ class Handoff:
         """Returns the value of KEY in `kv_transfer_params`."""
         return signed(
             {
-                "ticket": self._ticket(0, self.groups[0], ((), ()), self.num_tokens).to_text(),
+                "ticket": self._ticket(0, self.block_ids[0], ((), ()), self.num_tokens).to_text(),
                 "block_tokens": ",".join(map(str, self.block_tokens)),
                 "owners": [[owner.worker_id, str(owner.epoch), owner.agent] for owner in self.owners],
-                "groups": [_text_of(blocks) for blocks in self.groups[1:]],
+                "groups": [_text_of(blocks) for blocks in self.block_ids[1:]],
                 "prompt": self.prompt,
             }
         )
@@ -291,12 +291,12 @@ def _blocks_of(text: str) -> array[int]:
     return blocks
 
 
-def _sizes(text: str, groups: Sequence[array[int]], num_tokens: int) -> tuple[int, ...]:
+def _sizes(text: str, block_ids: Sequence[array[int]], num_tokens: int) -> tuple[int, ...]:
     """Returns the tokens in a block of each group, whose blocks hold at most 2^31 - 1 tokens. A state is one block."""
     sizes = tuple(map(int, text.split(",", MAX_GROUPS)))
-    if len(sizes) != len(groups) or not 1 <= num_tokens <= _MAX_TOKENS:
+    if len(sizes) != len(block_ids) or not 1 <= num_tokens <= _MAX_TOKENS:
         raise ValueError("not one size of blocks for each group, or an impossible number of tokens")
-    for size, ids in zip(sizes, groups, strict=True):
+    for size, ids in zip(sizes, block_ids, strict=True):
         if not 0 <= size <= _MAX_TOKENS or len(ids) * size > _MAX_TOKENS or (size == 0 and len(ids) > 1):
             raise ValueError("blocks of an impossible size")
     return sizes
@@ -309,19 +309,19 @@ def _parse(given: Mapping[str, Any]) -> Handoff:
     except ConfigError as error:
         raise ValueError(str(error)) from None
     owners = tuple(map(_owner, _list(given["owners"], _MAX_OWNERS)))
-    groups = (
+    block_ids = (
         first.block_ids,
         *(_blocks_of(_text(group)) for group in _list(given["groups"], MAX_GROUPS - 1)),
     )
     block_tokens, prompt = (
-        _sizes(_text(given["block_tokens"]), groups, first.num_tokens),
+        _sizes(_text(given["block_tokens"]), block_ids, first.num_tokens),
         _text(given["prompt"]),
     )
-    if not owners or len(prompt) != 2 * _DIGEST_BYTES or sum(map(len, groups)) > MAX_BLOCKS:
+    if not owners or len(prompt) != 2 * _DIGEST_BYTES or sum(map(len, block_ids)) > MAX_BLOCKS:
         raise ValueError("no owners, no digest, or too many blocks")
     if not first.request_id.isprintable():  # logs show it
         raise ValueError("a request id that no server writes")
     return Handoff(
-        first.request_id, owners, first.seats, groups, block_tokens, first.num_tokens, prompt, first.ttl_s,
+        first.request_id, owners, first.seats, block_ids, block_tokens, first.num_tokens, prompt, first.ttl_s,
         first.trace, first.digests, first.model,
     )  # fmt: skip

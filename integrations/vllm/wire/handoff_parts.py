@@ -91,7 +91,7 @@ class Part:
             and ours.owners == theirs.owners
             and ours.prompt == theirs.prompt
             and ours.block_tokens == theirs.block_tokens
-            and len(ours.groups) == len(theirs.groups)
+            and len(ours.block_ids) == len(theirs.block_ids)
             and self.num_tokens == first.num_tokens
         )
 

@@ -18,7 +18,7 @@ class Load:
 
     request_id: str
     handoff: Handoff | None
-    groups: tuple[array[int], ...]
+    into: tuple[array[int], ...]
     """This server's block ids of each cache group, from token 0 on. 0 means no block."""
     first_token: int
     """Tokens before this one are here already."""
