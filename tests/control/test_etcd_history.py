@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An etcd that was emptied or restored from a snapshot, under coordinators that live on."""
+"""The clocks of the stores: etcd's history, and the loop's time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from control.cards import make_card, make_offer
 from control.fake_etcd import FakeEtcd
+from virtual_time import run
 from waiting import until
 
 from kvlink.control import Claim
 from kvlink.control.refusal import Reason, Refused
+from kvlink.coordinator.store import Store
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.coordinator.store.etcd.history import History
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.types import Joined, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -243,3 +246,23 @@ async def test_a_revision_that_will_not_come_is_not_awaited(
     await asyncio.sleep(0)
     fake_etcd.wipe()
     await waiting
+
+
+def over_fake_etcd() -> Store:
+    return EtcdStore("etcd://127.0.0.1:1/fleet", lease_s=7_200.0, trust=FakeEtcd())
+
+
+@pytest.mark.parametrize("make", [lambda: MemoryStore(7_200.0), over_fake_etcd], ids=["memory", "fake"])
+def test_a_ticket_expires_when_the_loop_says_so(make: Callable[[], Store]) -> None:
+    async def main() -> None:
+        store = make()
+        await store.start()
+        await store.join(make_card(), rejoin=False)
+        await store.offer(make_offer("r", ttl_s=3_600.0))
+        await asyncio.sleep(3_599.0)
+        assert (await store.status()).tickets == 1
+        await asyncio.sleep(2.0)
+        assert ((await store.status()).tickets, (await store.status()).expired) == (0, 1)
+        await store.close()
+
+    run(main)

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor on RDMA ports and on what a process needs to use them, over made-up kernel trees."""
+"""kvlink doctor on RDMA: devices, ports, flow control, and a trial transfer."""
 
 from __future__ import annotations
 
+import json
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from doctor.rdma_checks import found, nics, silent
-from hardware.fake_root import LINK_LOCAL, MAPPED, ROCE_V1, ROCE_V2, FakeRoot
+from hardware import machines
+from hardware.fake_cuda import HOPPER
+from hardware.fake_root import GPU, LINK_LOCAL, MAPPED, ROCE_V1, ROCE_V2, FakeRoot
 
-from kvlink.doctor import Verdict, examine, mtu, rdma, verbs
+from kvlink.config.nic_options import Way
+from kvlink.doctor import Verdict, examine, mtu, rdma, trial, verbs
+from kvlink.doctor.verdict import Check
+from kvlink.errors import TransportUnavailable
+from kvlink.hardware.gpudirect import Allocation, Gpu, Kind
+from kvlink.hardware.topology import discover
 
-PASS, WARN = Verdict.PASS, Verdict.WARN
+PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
 # Opening a read-only kernel attribute for writing is refused even to root.
 READ_ONLY = "/sys/devices/system/cpu/online"
 
@@ -246,3 +258,181 @@ def test_the_right_to_pin(root: FakeRoot) -> None:
     assert "--cap-add=IPC_LOCK" in check.fix
     root.write("proc/self/status", "CapEff:\t0000000000004000")
     assert verbs.pinning(root.path).verdict is PASS
+
+
+DCB = "pfc-cap 8 macsec-bypass off delay 0 \nprio-pfc 0:off 1:off 2:off 3:{} 4:off 5:off 6:off 7:off \n"
+MLNX_QOS = """DCBX mode: OS controlled
+PFC configuration:
+\tpriority    0   1   2   3   4   5   6   7
+\tenabled     0   0   0   {}   0   0   0   0
+\tbuffer      0   0   0   1   0   0   0   0
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "output", "on", "off"), [("dcb", DCB, "on", "off"), ("mlnx_qos", MLNX_QOS, "1", "0")]
+)
+def test_priority_flow_control(root: FakeRoot, tool: str, output: str, on: str, off: str) -> None:
+    root.nic("mlx5_0")
+
+    def flow(enabled: str) -> Check:
+        def run(*command: str) -> str:
+            assert "eth0" in command
+            return output.format(enabled) if command[0] == tool else ""
+
+        return rdma.flow_control(root.path, nics(root), run)
+
+    assert flow(on) == Check("rdma flow control", PASS, "eth0: PFC on priority 3, ECN cannot tell")
+    check = flow(off)
+    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC off, ECN cannot tell")
+    assert check.fix.startswith("sudo mlnx_qos -i eth0 --pfc 0,0,0,1,0,0,0,0; ")
+
+
+def test_congestion_notification(root: FakeRoot) -> None:
+    root.nic("mlx5_0")
+    for end, enabled in (("np", (3, 4)), ("rp", (3,))):
+        for priority in range(8):
+            at = f"sys/class/net/eth0/ecn/roce_{end}/enable/{priority}"
+            root.write(at, "1" if priority in enabled else "0")
+    check = found(root)["rdma flow control"]
+    assert (check.verdict, check.evidence) == (PASS, "eth0: PFC cannot tell, ECN on priority 3")
+    root.write("sys/class/net/eth0/ecn/roce_rp/enable/3", "0")
+    check = found(root)["rdma flow control"]
+    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC cannot tell, ECN off")
+
+
+@pytest.mark.parametrize(
+    ("guarded", "mark", "mark_for_it"),
+    [(3, "", "106"), (4, "tclass=-1", "138"), (0, "", ""), (3, "Global tclass=106", ""), (3, None, "")],
+)
+def test_packets_outside_the_guarded_priority(
+    root: FakeRoot, guarded: int, mark: str | None, mark_for_it: str
+) -> None:
+    root.nic("mlx5_0")
+    for end in ("np", "rp"):
+        root.write(f"sys/class/net/eth0/ecn/roce_{end}/enable/{guarded}", "1")
+    if mark is not None:
+        root.write("sys/class/infiniband/mlx5_0/tc/1/traffic_class", mark)
+    check = found(root)["rdma flow control"]
+    assert check.verdict is (WARN if mark_for_it else PASS)
+    assert ("traffic class" in check.evidence) == (mark is not None)
+    how = f"echo {mark_for_it} | sudo tee /sys/class/infiniband/mlx5_0/tc/1/traffic_class"
+    assert check.fix == (f"sudo mlnx_qos -i eth0 --trust dscp; {how}" if mark_for_it else "")
+
+
+def test_flow_control_that_cannot_be_told(root: FakeRoot) -> None:
+    root.nic("mlx5_0")
+    check = found(root)["rdma flow control"]
+    assert (check.verdict, check.evidence) == (WARN, "eth0: PFC cannot tell, ECN cannot tell")
+    assert "mlnx_qos -i eth0" in check.fix
+
+
+def test_flow_control_is_for_cards(root: FakeRoot) -> None:
+    root.nic("rxe0", None)
+    assert found(root)["rdma flow control"].verdict is PASS
+
+
+def test_the_command_names_every_part_that_is_missing() -> None:
+    command = [sys.executable, "-m", "kvlink", "doctor", "--gpudirect", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    parts = [f"part: {name}" for name in ("gpu", "torch", "cuda-python", "nic", "verbs")]
+    assert list(rows)[: len(parts)] == parts
+    failed = [row for row in rows.values() if row["verdict"] == "fail"]
+    assert done.returncode == (1 if failed else 0), done.stderr
+    assert all(row["evidence"] and row["fix"] for row in failed)
+
+
+def test_the_gpu(tmp_path: Path) -> None:
+    root = FakeRoot(tmp_path)
+    check = trial.gpu(discover(tmp_path).gpus)
+    assert (check.verdict, check.evidence) == (FAIL, "no NVIDIA GPU on the PCI bus")
+    root.card("0000:1b:00.0", GPU)
+    check = trial.gpu(discover(tmp_path).gpus)
+    assert (check.verdict, check.evidence) == (PASS, "0000:1b:00.0")
+
+
+def test_the_nic(tmp_path: Path) -> None:
+    root = FakeRoot(tmp_path)
+    assert trial.nic(discover(tmp_path).nics).evidence == "no RDMA device"
+    root.nic("mlx5_0", state="1: DOWN")
+    check = trial.nic(discover(tmp_path).nics)
+    assert (check.verdict, check.evidence) == (FAIL, "no active port of mlx5_0")
+    root.nic("mlx5_1", "0000:42:00.0", netdev="eth1")
+    root.port("mlx5_1", 2, netdev="eth2")
+    check = trial.nic(discover(tmp_path).nics)
+    assert (check.verdict, check.evidence) == (PASS, "mlx5_1:1, mlx5_1:2")
+
+
+def test_cuda_python() -> None:
+    class Driver:
+        def gpu(self, ordinal: int) -> Gpu:
+            return Gpu(ordinal, "0000:1b:00.0", True, True, False, 200, True)
+
+    def absent() -> trial.Driver:
+        raise TransportUnavailable("no CUDA driver: libcuda.so.1 is missing", "install the NVIDIA driver")
+
+    assert "0000:1b:00.0" in trial.cuda_python(Driver).evidence  # type: ignore[arg-type]
+    check = trial.cuda_python(absent)
+    assert (check.verdict, check.fix) == (FAIL, "install the NVIDIA driver")
+
+
+def test_bytes_that_arrive_both_ways() -> None:
+    torch = pytest.importorskip("torch", reason="pip install 'kvlink[torch]'")
+    memory = torch.zeros(trial.pool_bytes(), dtype=torch.uint8)
+    check = trial.read_back("here tcp", memory, {"KVLINK_TRANSPORTS": "tcp"})
+    assert check.verdict is PASS, check.evidence
+    assert check.evidence.startswith(f"{trial.pool_bytes()} bytes equal each way, cpu; ")
+    assert check.evidence.count("over tcp") == 2
+
+
+def test_bytes_that_change_on_the_way() -> None:
+    torch = pytest.importorskip("torch", reason="pip install 'kvlink[torch]'")
+    memory = torch.zeros(trial.pool_bytes(), dtype=torch.uint8)
+    options = {"KVLINK_TRANSPORTS": "fault+tcp", "KVLINK_FAULT": "corrupt-data@1"}
+    check = trial.read_back("here fault", memory, options)
+    assert check.verdict is FAIL
+    assert check.evidence.startswith(
+        f"1 of {trial.pool_bytes()} bytes read from the GPU differ, the first at "
+    )
+
+
+def test_a_transfer_that_fails() -> None:
+    torch = pytest.importorskip("torch", reason="pip install 'kvlink[torch]'")
+    memory = torch.zeros(trial.pool_bytes(), dtype=torch.uint8)
+    check = trial.read_back("here fault", memory, {"KVLINK_TRANSPORTS": "nothing"})
+    assert check.verdict is FAIL
+    assert "there is no transport 'nothing'" in check.evidence
+
+
+def test_a_way_that_the_facts_rule_out_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="pip install 'kvlink[torch]'")
+    monkeypatch.setattr(
+        trial, "gpu_memory", lambda device: torch.zeros(trial.pool_bytes(), dtype=torch.uint8)
+    )
+
+    class Driver:
+        def allocation(self, address: int) -> Allocation:
+            return Allocation(address, trial.pool_bytes(), 0, Kind.CUDA_MALLOC, True)
+
+        def gpu(self, ordinal: int) -> Gpu:
+            return Gpu(ordinal, "0000:1b:00.0", False, True, False, 200, True)
+
+    check = trial.through(Driver(), "mlx5_0:1", Way.DMA_BUF, 0)  # type: ignore[arg-type]
+    assert (check.name, check.verdict) == ("mlx5_0:1 cuda:0 dma-buf", Verdict.WARN)
+    assert "this GPU does not support GPUDirect RDMA" in check.evidence
+    assert check.fix
+
+
+def test_a_gpu_is_tried_with_the_ports_that_a_worker_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = machines.azure_nd(tmp_path).discover()
+
+    class Driver:
+        def gpu(self, number: int) -> Gpu:
+            return replace(HOPPER, bus_id=machine.gpus[2 * number].address)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = dict(trial.chosen(Driver(), machine))  # type: ignore[arg-type]
+    assert [[nic.device for nic in found[number].chosen] for number in (0, 1)] == [["mlx5_7"], ["mlx5_5"]]
