@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of vLLM's encoder: what is offered and pulled, and the pool that holds them."""
+"""Outputs of vLLM's encoder: what is offered and pulled, the pool that holds them, and the guards around both."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ import pytest
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 from encoder_server import FORMAT, ROWS, WIDTH, EncoderServer, encoded, image, request  # isort: skip
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm_hostile import JSON
 from waiting import eventually
 
 from kvlink.errors import ConfigError
@@ -26,6 +29,7 @@ from kvlink.integrations.vllm.encoder.scheduler import OFFER
 from kvlink.integrations.vllm.encoder.settings import EncoderSettings
 from kvlink.layout.model_identity import identity_text, model_id
 from kvlink.ticket import Ticket
+from kvlink.transfer.pull import Pull
 
 
 @pytest.fixture
@@ -476,3 +480,93 @@ def test_settings(caplog: pytest.LogCaptureFixture) -> None:
 def test_settings_out_of_bounds(pool_mib: object) -> None:
     with pytest.raises(ConfigError, match="pool_mib"):
         EncoderSettings.of({"pool_mib": pool_mib})
+
+
+class Strange(Exception):
+    """No code names this type."""
+
+
+def raises(*_: object, **__: object) -> Any:
+    raise Strange
+
+
+def offered_once(encoder: EncoderServer, name: str) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(encoder.answer(request(f"e-{name}", [image(name)])))))
+
+
+def is_served(reader: EncoderServer, params: object, name: str) -> None:
+    reader.answer(request(f"r-{name}", [image(name)], params))
+    assert reader.caches[0][name].equal(encoded(name))
+
+
+@pytest.mark.parametrize("method", ["done", "wait"])
+def test_a_pull_that_cannot_be_followed(
+    servers: tuple[EncoderServer, EncoderServer], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, reader = servers
+    params = offered_once(encoder, "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(Pull, method, raises)
+        is_served(reader, params, "a")
+    assert reader.counts["unexpected"] >= 1
+    is_served(reader, offered_once(encoder, "b"), "b")
+    assert reader.encoded == ["a"]
+
+
+@pytest.mark.parametrize("data", ["pixels", None])
+def test_a_pull_that_cannot_be_started(servers: tuple[EncoderServer, EncoderServer], data: object) -> None:
+    """The image is encoded here, or the request fails if it came without one."""
+    encoder, reader = servers
+    params, asked = offered_once(encoder, "a"), request("r", [image("a", data=data)])
+    asked.ec_transfer_params = params
+    reader._pull, pull = raises, reader._pull
+    assert reader.step(asked) is (data is not None)
+    assert reader.scheduler.take_unavailable() == (set() if data else {"r"})
+    reader._pull = pull
+    reader.scheduler.ended(asked)
+    assert reader.counts["unexpected"] == 1
+    is_served(reader, offered_once(encoder, "b"), "b")
+
+
+@pytest.mark.parametrize("method", ["save", "ticket", "collect"])
+def test_what_cannot_be_offered_is_not(servers: tuple[EncoderServer, EncoderServer], method: str) -> None:
+    encoder, _ = servers
+    offers = encoder.scheduler._offers
+    setattr(offers, method, raises)
+    answer = encoder.answer(request("e", [image("a")]))
+    assert answer == {} or method == "collect"
+    delattr(offers, method)
+    assert offered_once(encoder, "b").keys() == {"b"}
+
+
+def test_blocks_whose_offers_cannot_be_ended_keep_their_item(
+    servers: tuple[EncoderServer, EncoderServer],
+) -> None:
+    encoder, reader = servers
+    params = offered_once(encoder, "a")
+    encoder.worker.revoke, revoke = raises, encoder.worker.revoke  # type: ignore[method-assign]
+    for name in "bcd":
+        encoder.answer(request(f"e-{name}", [image(name)]))
+    encoder.worker.revoke = revoke  # type: ignore[method-assign]
+    is_served(reader, params, "a")
+    assert reader.encoded == []
+
+
+@settings(
+    derandomize=True, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck), database=None
+)
+@given(st.sampled_from(["ticket", "rows", "width", "dtype", "format", "", "all"]), JSON)
+def test_nothing_that_a_router_sends_ends_the_engine(
+    servers: tuple[EncoderServer, EncoderServer], field: str, value: Any
+) -> None:
+    encoder, reader = servers
+    reader.forget()
+    params: Any = offered_once(encoder, "a")
+    if field == "all":
+        params = value
+    elif field:
+        params["a"][KEY][field] = value
+    else:
+        params["a"][KEY] = value
+    is_served(reader, params, "a")
+    assert "unexpected" not in reader.counts
