@@ -28,8 +28,7 @@ def handed_off(prefill: Server, name: str = "r", **changes: Any) -> dict[str, An
 
 
 def loaded(decode: Server, name: str, params: dict[str, Any] | None) -> bool:
-    decode.load(request(name, PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: name in decode.received)
+    decode.loads(request(name, PROMPT, params), [5, 6, 7])
     return name not in decode.failed
 
 
@@ -210,7 +209,5 @@ def test_servers_that_differ_are_refused_by_name(
         Server("d", model=" ".join(["tiny", *ours])) as decode,
     ):
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
-        assert decode.failed == {"x"}
+        assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
     assert f"model differs: '{' '.join(['tiny', *ours])}' here" in caplog.text

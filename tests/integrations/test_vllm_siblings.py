@@ -25,9 +25,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
 
 
 def handed_off(prefill: Server) -> dict[str, Any]:
-    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
-    return params
+    return prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
 
 
 def arrive(decode: Server, params: dict[str, Any], *names: str) -> list[Any]:
