@@ -12,7 +12,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fake_etcd import FakeEtcd
-from virtual_time import run
+from virtual_time import run, virtual
 from waiting import until
 
 from kvlink.control import Claim, Limits
@@ -258,19 +258,17 @@ def over_fake_etcd() -> Store:
 
 
 @pytest.mark.parametrize("make", [lambda: MemoryStore(7_200.0), over_fake_etcd], ids=["memory", "fake"])
-def test_a_ticket_expires_when_the_loop_says_so(make: Callable[[], Store]) -> None:
-    async def main() -> None:
-        store = make()
-        await store.start()
-        await store.join(make_card(), rejoin=False)
-        await store.offer(make_offer("r", ttl_s=3_600.0))
-        await asyncio.sleep(3_599.0)
-        assert (await store.status()).tickets == 1
-        await asyncio.sleep(2.0)
-        assert ((await store.status()).tickets, (await store.status()).expired) == (0, 1)
-        await store.close()
-
-    run(main)
+@virtual
+async def test_a_ticket_expires_when_the_loop_says_so(make: Callable[[], Store]) -> None:
+    store = make()
+    await store.start()
+    await store.join(make_card(), rejoin=False)
+    await store.offer(make_offer("r", ttl_s=3_600.0))
+    await asyncio.sleep(3_599.0)
+    assert (await store.status()).tickets == 1
+    await asyncio.sleep(2.0)
+    assert ((await store.status()).tickets, (await store.status()).expired) == (0, 1)
+    await store.close()
 
 
 NUM_LEASES = Limits().workers

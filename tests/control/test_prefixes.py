@@ -15,7 +15,7 @@ import pytest
 from control.cards import make_card
 from control.certificates import Pki
 from coordinator.chains import prefix, query, shown
-from virtual_time import run
+from virtual_time import run, virtual
 from waiting import until
 
 from kvlink.control import CoordinatorClient
@@ -373,23 +373,21 @@ def test_what_is_published_while_a_call_runs_is_sent_by_the_next() -> None:
     simulate(scene)
 
 
-def test_a_watch_that_fell_behind_is_begun_again() -> None:
-    async def main() -> None:
-        store = MemoryStore()
-        await store.start()
-        service = PrefixService(store)
-        for worker_id in ("gone", "stays"):
-            await store.join(make_card(worker_id), rejoin=False)
-            await service.publish(PrefixChanges(worker_id, 1, (prefix(worker_id[0]),)))
-        await asyncio.sleep(0.01)
-        (feed,) = store._watchers
-        feed.close(Refused(Reason.TOO_MANY, "fell behind"))
-        await store.leave("gone", 1)  # nobody watches
-        assert shown(await service.find(query("g")))
-        await asyncio.sleep(2.0)
-        assert not await service.find(query("g"))
-        assert shown(await service.find(query("s"))) == [(1, "s")]
-        await service.close()
-        await store.close()
-
-    run(main)
+@virtual
+async def test_a_watch_that_fell_behind_is_begun_again() -> None:
+    store = MemoryStore()
+    await store.start()
+    service = PrefixService(store)
+    for worker_id in ("gone", "stays"):
+        await store.join(make_card(worker_id), rejoin=False)
+        await service.publish(PrefixChanges(worker_id, 1, (prefix(worker_id[0]),)))
+    await asyncio.sleep(0.01)
+    (feed,) = store._watchers
+    feed.close(Refused(Reason.TOO_MANY, "fell behind"))
+    await store.leave("gone", 1)  # nobody watches
+    assert shown(await service.find(query("g")))
+    await asyncio.sleep(2.0)
+    assert not await service.find(query("g"))
+    assert shown(await service.find(query("s"))) == [(1, "s")]
+    await service.close()
+    await store.close()

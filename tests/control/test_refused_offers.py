@@ -12,7 +12,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.fake_etcd import FakeEtcd
 from control.watching import holds
-from virtual_time import run
+from virtual_time import virtual
 from waiting import until
 
 from kvlink.control import Claim, CoordinatorClient, Offer, Session, SessionState, SettleOrder
@@ -103,74 +103,63 @@ async def rejoined(coordinator: RefusingCoordinator, refuses: Exception, **ttls:
     return session
 
 
-def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        coordinator = RefusingCoordinator()
-        session = await rejoined(coordinator, Overloaded("full"), short=5.0, ended=600.0, long=600.0)
-        session.forget("ended")
-        await asyncio.sleep(30.0)
-        last = {
-            name: max(at for at, of in coordinator.attempts if of == name)
-            for name in ("short", "ended", "long")
-        }
-        assert last["ended"] <= 1.0
-        assert 1.0 < last["short"] <= 5.0, "never after its time"
-        assert 28.0 < last["long"] <= 31.0
-        assert len(coordinator.attempts) < 70, "at most every second, after a few quick ones"
-        coordinator.refuses = None
-        await asyncio.sleep(2.0)
-        (accepted,) = coordinator.accepted.values()
-        assert accepted.request_id == "long"
-        assert 600.0 - 33.0 <= accepted.ttl_s <= 600.0 - 31.0, "it keeps the time that it had"
-        num_attempts = len(coordinator.attempts)
-        await asyncio.sleep(60.0)
-        assert (len(coordinator.attempts), session.num_rejoins) == (num_attempts, 1)
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, Overloaded("full"), short=5.0, ended=600.0, long=600.0)
+    session.forget("ended")
+    await asyncio.sleep(30.0)
+    last = {
+        name: max(at for at, of in coordinator.attempts if of == name) for name in ("short", "ended", "long")
+    }
+    assert last["ended"] <= 1.0
+    assert 1.0 < last["short"] <= 5.0, "never after its time"
+    assert 28.0 < last["long"] <= 31.0
+    assert len(coordinator.attempts) < 70, "at most every second, after a few quick ones"
+    coordinator.refuses = None
+    await asyncio.sleep(2.0)
+    (accepted,) = coordinator.accepted.values()
+    assert accepted.request_id == "long"
+    assert 600.0 - 33.0 <= accepted.ttl_s <= 600.0 - 31.0, "it keeps the time that it had"
+    num_attempts = len(coordinator.attempts)
+    await asyncio.sleep(60.0)
+    assert (len(coordinator.attempts), session.num_rejoins) == (num_attempts, 1)
+    await session.close()
     (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert line == "the coordinator refused offers for now, retrying worker=prefill offers=3"
 
 
-def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
-    async def main() -> None:
-        coordinator = RefusingCoordinator()
-        session = await rejoined(coordinator, ConfigError("malformed"), r=600.0)
-        await asyncio.sleep(60.0)
-        assert len(coordinator.attempts) == 1
-        await session.close()
-
-    run(main)
+@virtual
+async def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, ConfigError("malformed"), r=600.0)
+    await asyncio.sleep(60.0)
+    assert len(coordinator.attempts) == 1
+    await session.close()
 
 
-def test_a_session_ends_while_offers_are_refused() -> None:
-    async def main() -> None:
-        coordinator = RefusingCoordinator()
-        session = await rejoined(coordinator, Overloaded("full"), r=600.0)
-        await session.close()
-        num_attempts = len(coordinator.attempts)
-        await asyncio.sleep(60.0)
-        assert len(coordinator.attempts) == num_attempts
-
-    run(main)
+@virtual
+async def test_a_session_ends_while_offers_are_refused() -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, Overloaded("full"), r=600.0)
+    await session.close()
+    num_attempts = len(coordinator.attempts)
+    await asyncio.sleep(60.0)
+    assert len(coordinator.attempts) == num_attempts
 
 
-def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
-    async def main() -> None:
-        coordinator = RefusingCoordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        await session.offer(make_offer("r", ttl_s=600.0))
-        coordinator.accepted.clear()
-        coordinator.hangs = True
-        session._rejoin_soon()
-        await asyncio.sleep(2 * _LEASE_S)
-        assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
-        assert list(coordinator.accepted) == ["r"]
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    await session.offer(make_offer("r", ttl_s=600.0))
+    coordinator.accepted.clear()
+    coordinator.hangs = True
+    session._rejoin_soon()
+    await asyncio.sleep(2 * _LEASE_S)
+    assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
+    assert list(coordinator.accepted) == ["r"]
+    await session.close()
 
 
 TICKET = make_offer("r").ticket

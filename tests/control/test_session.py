@@ -21,7 +21,7 @@ from control.replicas import LEASE_S, MEMBERSHIP, Replica, joined
 from control.watching import holds
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_time import run
+from virtual_time import run, virtual
 from waiting import until
 
 from kvlink.config.addresses import split_address
@@ -342,20 +342,18 @@ def test_who_gives_up_has_a_third_of_the_lease_left(gaps: list[float], answers: 
 
 
 @pytest.mark.parametrize("hangs_after", [0.0, 1.0, 2.4, 2.6, 7.0, 1234.5])
-def test_it_has_joined_another_before_its_lease_ends(hangs_after: float) -> None:
-    async def main() -> None:
-        first, second = Replica(), Replica()
-        session = await joined(first, second)
-        await asyncio.sleep(hangs_after)
-        first.hangs = True
-        await asyncio.sleep(2 * LEASE_S)
-        (at,) = second.joined
-        renewed = max(first.beaten, default=0.0)
-        assert renewed + LEASE_S / 2 < at < renewed + LEASE_S * 0.7
-        assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
-        await session.close()
-
-    run(main)
+@virtual
+async def test_it_has_joined_another_before_its_lease_ends(hangs_after: float) -> None:
+    first, second = Replica(), Replica()
+    session = await joined(first, second)
+    await asyncio.sleep(hangs_after)
+    first.hangs = True
+    await asyncio.sleep(2 * LEASE_S)
+    (at,) = second.joined
+    renewed = max(first.beaten, default=0.0)
+    assert renewed + LEASE_S / 2 < at < renewed + LEASE_S * 0.7
+    assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
+    await session.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -380,34 +378,30 @@ def test_idle_workers_of_a_lone_coordinator_spread_within_their_leases(seed: int
     assert max(again) - min(again) > 0.3, "they come one after the other"
 
 
-def test_a_coordinator_that_is_slow_is_kept() -> None:
-    async def main() -> None:
-        first, second = Replica(), Replica()
-        session = await joined(first, second)
-        for _ in range(100):
-            await asyncio.sleep(3.0)
-            first.hangs = True
-            await asyncio.sleep(4.0)
-            first.go_on()
-        assert (second.joined, session.num_rejoins) == ([], 0)
-        await session.close()
-
-    run(main)
-
-
-def test_a_session_whose_world_is_silent_says_so() -> None:
-    async def main() -> None:
-        first = Replica()
-        session = await joined(first)
+@virtual
+async def test_a_coordinator_that_is_slow_is_kept() -> None:
+    first, second = Replica(), Replica()
+    session = await joined(first, second)
+    for _ in range(100):
+        await asyncio.sleep(3.0)
         first.hangs = True
-        await asyncio.sleep(60.0)
-        assert session.state is SessionState.REJOINING
+        await asyncio.sleep(4.0)
         first.go_on()
-        await asyncio.sleep(10.0)
-        assert session.state is SessionState.JOINED
-        await session.close()
+    assert (second.joined, session.num_rejoins) == ([], 0)
+    await session.close()
 
-    run(main)
+
+@virtual
+async def test_a_session_whose_world_is_silent_says_so() -> None:
+    first = Replica()
+    session = await joined(first)
+    first.hangs = True
+    await asyncio.sleep(60.0)
+    assert session.state is SessionState.REJOINING
+    first.go_on()
+    await asyncio.sleep(10.0)
+    assert session.state is SessionState.JOINED
+    await session.close()
 
 
 _SETTINGS, _PING, _GOAWAY = 4, 6, 7

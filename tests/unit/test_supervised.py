@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from supervision import findings, loops, main
 from virtual_time import run as in_virtual_time
+from virtual_time import virtual
 
 from kvlink.errors import ConfigError
 from kvlink.runtime import supervised
@@ -64,28 +65,27 @@ async def endless() -> None:
     await asyncio.Event().wait()
 
 
-def test_a_loop_starts_again_with_a_back_off(name: str) -> None:
+@virtual
+async def test_a_loop_starts_again_with_a_back_off(name: str) -> None:
     times: list[float] = []
 
     async def run() -> None:
         times.append(asyncio.get_running_loop().time())
         raise Unexpected
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(30.0)
-        loop.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loop
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(30.0)
+    loop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loop
     pauses = [after - before for before, after in pairwise(times)]
     assert FIRST_S / 2 <= pauses[0] <= FIRST_S
     assert all(LONGEST_S / 2 <= pause <= LONGEST_S for pause in pauses[7:])
     assert failures()[name] == len(times)
 
 
-def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
+@virtual
+async def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
     times: list[float] = []
 
     async def run() -> None:
@@ -94,12 +94,9 @@ def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
             await asyncio.sleep(11.0)
         raise Unexpected
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(60.0)
-        loop.cancel()
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(60.0)
+    loop.cancel()
     assert times[7] - times[6] >= LONGEST_S / 2
     assert times[8] - times[7] <= 11.0 + FIRST_S
 
@@ -109,12 +106,10 @@ def test_a_loop_that_returns_ends(name: str) -> None:
     assert failures()[name] == 2
 
 
-def test_a_loop_has_the_count_0_from_its_start(name: str) -> None:
-    async def main() -> None:
-        start_loop(name, endless)
-        await asyncio.sleep(0)
-
-    in_virtual_time(main)
+@virtual
+async def test_a_loop_has_the_count_0_from_its_start(name: str) -> None:
+    start_loop(name, endless)
+    await asyncio.sleep(0)
     assert failures()[name] == 0
 
 
@@ -143,7 +138,8 @@ def test_a_cancellation_of_what_a_loop_awaits_does_not_end_it(name: str) -> None
     assert failures()[name] == 1
 
 
-def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
+@virtual
+async def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
     ended = []
 
     async def run() -> None:
@@ -153,15 +149,12 @@ def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
             await asyncio.sleep(1.0)
             ended.append(True)
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(1.0)
-        loop.cancel()
-        await asyncio.wait([loop])
-        assert loop.cancelled()
-        assert ended == [True]
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(1.0)
+    loop.cancel()
+    await asyncio.wait([loop])
+    assert loop.cancelled()
+    assert ended == [True]
     assert failures()[name] == 0
 
 
@@ -184,48 +177,42 @@ def test_an_interrupt_passes(name: str, error: type[BaseException]) -> None:
     assert failures()[name] == 0
 
 
-def test_a_job_survives_and_is_kept_until_it_ends(name: str) -> None:
-    async def main() -> None:
-        await start_job(name, failing(1, done)())  # type: ignore[arg-type]
-        assert failures()[name] == 1
-        held: list[weakref.ref[asyncio.Future[None]]] = []
+@virtual
+async def test_a_job_survives_and_is_kept_until_it_ends(name: str) -> None:
+    await start_job(name, failing(1, done)())  # type: ignore[arg-type]
+    assert failures()[name] == 1
+    held: list[weakref.ref[asyncio.Future[None]]] = []
 
-        async def wait() -> None:
-            future = asyncio.get_running_loop().create_future()
-            held.append(weakref.ref(future))
-            await future
+    async def wait() -> None:
+        future = asyncio.get_running_loop().create_future()
+        held.append(weakref.ref(future))
+        await future
 
-        start_job(name, wait())
-        await asyncio.sleep(0)
-        gc.collect()
-        future = held[0]()
-        assert future is not None
-        future.set_result(None)
-        await asyncio.sleep(0)
-
-    in_virtual_time(main)
+    start_job(name, wait())
+    await asyncio.sleep(0)
+    gc.collect()
+    future = held[0]()
+    assert future is not None
+    future.set_result(None)
+    await asyncio.sleep(0)
 
 
-def test_a_job_that_is_cancelled_before_it_runs_is_closed(
+@virtual
+async def test_a_job_that_is_cancelled_before_it_runs_is_closed(
     name: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    async def main() -> None:
-        job = start_job(name, done())
-        job.cancel()
-        await asyncio.wait([job])
-        assert job.cancelled()
-
-    in_virtual_time(main)
+    job = start_job(name, done())
+    job.cancel()
+    await asyncio.wait([job])
+    assert job.cancelled()
     gc.collect()
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_awaited_work_raises_at_who_awaits_it() -> None:
-    async def main() -> None:
-        with pytest.raises(Unexpected):
-            await start_awaited(failing(1, done)())  # type: ignore[arg-type]
-
-    in_virtual_time(main)
+@virtual
+async def test_awaited_work_raises_at_who_awaits_it() -> None:
+    with pytest.raises(Unexpected):
+        await start_awaited(failing(1, done)())  # type: ignore[arg-type]
 
 
 def test_a_callback_survives(name: str) -> None:
