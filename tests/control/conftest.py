@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 
 import pytest
 from control.cards import make_card
+from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
 
@@ -28,6 +30,13 @@ def late_answers_count(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """A claim is refused by its coordinator, however late: it never gives up first."""
     if not request.node.get_closest_marker("claims_move_on"):
         monkeypatch.setattr("kvlink.control.client._CLAIM_SLACK_S", 30.0)
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    """A real one, of one member."""
+    with closing(start_etcd()) as etcd:
+        yield etcd
 
 
 @pytest.fixture

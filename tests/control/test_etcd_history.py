@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, start_etcd
+from control.etcd_cluster import EtcdCluster
 from control.fake_etcd import FakeEtcd
 from virtual_time import run, virtual
 from waiting import until
@@ -316,12 +315,6 @@ def test_a_member_that_takes_a_second_for_all_of_them_renews_them_all(
 
     assert run(main) == {lease for lease in range(1, NUM_LEASES + 1) if lease % 7}
     assert busy.num_calls == 20
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with closing(start_etcd()) as etcd:
-        yield etcd
 
 
 async def test_ten_thousand_leases_of_a_real_etcd(etcd: EtcdCluster) -> None:

@@ -7,11 +7,11 @@ import asyncio
 import itertools
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, start_etcd
+from control.etcd_cluster import EtcdCluster
 from control.fleet import everyone_refuses
 from control.processes import CoordinatorProcess
 from control.watching import holds, none_joined
@@ -30,13 +30,6 @@ from kvlink.types import Joined
 
 NewReplica = Callable[..., Awaitable[CoordinatorClient]]
 _fleets = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    etcd = start_etcd()
-    yield etcd
-    etcd.close()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 from control.cards import make_card, make_offer
 from control.certificates import HOSTS, Pki, secured
-from control.etcd_cluster import EtcdCluster, start_etcd
 from hypothesis import given
 from hypothesis import strategies as st
 from transports.pools import wide
@@ -44,13 +43,6 @@ from kvlink.types import Joined
 @pytest.fixture
 def pki(tmp_path: Path) -> Pki:
     return Pki(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    etcd = start_etcd()
-    yield etcd
-    etcd.close()
 
 
 @pytest.fixture(params=["memory", "etcd"])

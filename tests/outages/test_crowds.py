@@ -343,3 +343,33 @@ def test_a_coordinator(on: On, how: signal.Signals) -> None:
     seen = scene.disturb(partial(victim.send, how), back, _FOR_S)
     assert not seen.totals.refused
     assert seen.within(10.0 if how is signal.SIGSTOP else 3.0)
+
+
+def coordinators_restart(scene: Scene, etcd: EtcdCluster) -> tuple[Ends, Ends]:
+    coordinators = scene.programs[:2]
+    return lambda: [one.kill() for one in coordinators], lambda: [one.start() for one in coordinators]
+
+
+def etcd_restarts(scene: Scene, etcd: EtcdCluster) -> tuple[Ends, Ends]:
+    def back() -> None:
+        for number in range(3):
+            etcd.start(number)
+        etcd.wait()
+
+    return lambda: [etcd.kill(number) for number in range(3)], back
+
+
+def one_of_each_stops(scene: Scene, etcd: EtcdCluster) -> tuple[Ends, Ends]:
+    """Neither closes its connections."""
+
+    def send(number: signal.Signals) -> None:
+        scene.programs[0].send(number)
+        etcd.send(0, number)
+
+    return partial(send, signal.SIGSTOP), partial(send, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("what", [coordinators_restart, etcd_restarts, one_of_each_stops])
+def test_several_at_once(on: On, what: Callable[[Scene, EtcdCluster], tuple[Ends, Ends]]) -> None:
+    scene, etcd = on
+    scene.disturb(*what(scene, etcd), 3.0)
