@@ -11,6 +11,7 @@ from control.cards import make_card
 from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
+from making import making
 
 from kvlink.control import CoordinatorClient
 from kvlink.coordinator import Coordinator
@@ -55,15 +56,8 @@ async def client(coordinator: Coordinator) -> AsyncIterator[CoordinatorClient]:
 
 @pytest.fixture
 def coordinator_process() -> Iterator[Callable[[float], CoordinatorProcess]]:
-    started: list[CoordinatorProcess] = []
-
-    def start(lease_s: float = 10.0) -> CoordinatorProcess:
-        started.append(CoordinatorProcess(lease_s))
-        return started[-1]
-
-    yield start
-    for coordinator in started:
-        coordinator.kill()
+    with making(lambda lease_s=10.0: CoordinatorProcess(lease_s), "kill") as start:
+        yield start
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_servers import NUM_PAGES, PAGE, Server, Table, asking, name
 from lmcache_servers import result as named_result
+from making import making
 from waiting import eventually
 
 from kvlink.errors import KVLinkError, PeerUnreachable, TransferError
@@ -39,15 +40,8 @@ def result(reads: Reads, theirs: list[Object], ours: list[Object]) -> list[bool]
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def started(*args: object, **kwargs: object) -> Server:
-        servers.append(Server(*args, **kwargs))  # type: ignore[arg-type]
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.close()
+    with making(Server) as start:
+        yield start
 
 
 def test_objects_arrive_whole_and_nothing_else_is_written(start: Callable[..., Server]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from making import making
 from waiting import eventually
 
 from kvlink.config import WorkerConfig
@@ -71,15 +72,8 @@ def buffers_of(arrays: list[np.ndarray]) -> list[Buffers]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def started(*args: Any, **kwargs: Any) -> Server:
-        servers.append(Server(*args, **kwargs))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.close()
+    with making(Server) as start:
+        yield start
 
 
 def send(

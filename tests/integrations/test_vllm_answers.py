@@ -26,9 +26,8 @@ from answered_turns import (
     overwrite,
     pulled,
     results,
-    same,
 )
-from vllm_server import ASK_PREFILL, BLOCK_TOKENS, NUM_BLOCKS, Server, request
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, NUM_BLOCKS, Server, request, same
 from waiting import eventually
 
 from kvlink.coordinator import Coordinator

@@ -11,7 +11,7 @@ from waiting import eventually
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: skip
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.decode import remote_leases
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
@@ -24,19 +24,6 @@ PROMPT = list(range(100, 110))  # two whole blocks and a half
 def servers() -> Iterator[tuple[Server, Server]]:
     with Server("p") as prefill, Server("d") as decode:
         yield prefill, decode
-
-
-def same(decode: Server, prefill: Server, pairs: list[tuple[int, int]], layers: tuple[str, ...]) -> bool:
-    return all(
-        decode.block(layer, ours).equal(prefill.block(layer, theirs))
-        for layer in layers
-        for ours, theirs in pairs
-    )
-
-
-def gone(server: Server) -> bool:
-    """No lease is left, and every slot is free again."""
-    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
 def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from making import making
 from waiting import eventually
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from vllm_server import ASK_PREFILL, Server, request  # isort: skip
+import vllm_server
+
+from vllm_server import ASK_PREFILL, Server, gone, request  # isort: skip
 from kvlink.coordinator import Coordinator
 from kvlink.integrations.vllm.decode import remote_leases
 from kvlink.integrations.vllm.prefill import announcements
@@ -42,27 +45,16 @@ NewServer = Callable[..., Server]
 
 @pytest.fixture
 def new(coordinator: Coordinator) -> Iterator[NewServer]:
-    servers: list[Server] = []
 
-    def start(name: str, *args: Any, **options: Any) -> Server:
-        servers.append(Server(name, *args, **{"coordinator": coordinator.address, **options}))
-        return servers[-1]
+    def server(name: str, *args: Any, **options: Any) -> Server:
+        return Server(name, *args, **{"coordinator": coordinator.address, **options})
 
-    yield start
-    for server in servers:
-        server.close()
+    with making(server) as new:
+        yield new
 
 
 def same(decode: Server, prefill: Server, *pairs: tuple[int, int], layers: tuple[str, ...] = LAYERS) -> bool:
-    return all(
-        decode.block(layer, ours).equal(prefill.block(layer, theirs))
-        for layer in layers
-        for ours, theirs in pairs
-    )
-
-
-def gone(server: Server) -> bool:
-    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
+    return vllm_server.same(decode, prefill, pairs, layers)
 
 
 def half_announced(prefill: Server, decode: Server, waits_for: list[int] = PROMPT) -> tuple[Any, Any]:

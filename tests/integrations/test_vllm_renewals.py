@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import PROMPT, gone
-from vllm_server import ASK_PREFILL, Server, request
+from test_vllm_connector import PROMPT
+from vllm_server import ASK_PREFILL, Server, gone, request
 from waiting import eventually
 
 from kvlink.integrations.vllm.decode.remote_leases import RemoteLeases

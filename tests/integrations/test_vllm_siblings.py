@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import PROMPT, gone, same
-from vllm_server import ASK_PREFILL, Server, request
+from test_vllm_connector import PROMPT
+from vllm_server import ASK_PREFILL, Server, gone, request, same
 
 LAYERS = ("layer.0", "layer.1")
 BLOCKS = {"x": [4, 5, 6], "y": [7, 8, 10], "z": [11, 12, 13]}

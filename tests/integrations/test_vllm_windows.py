@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import gone, same
-from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same
 
 from kvlink.errors import StaleBlocks
 from kvlink.integrations.vllm.decode.loads import Loads, _Loading

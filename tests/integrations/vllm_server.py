@@ -297,6 +297,22 @@ class Server:
         return request.request_id not in self.failed
 
 
+def same(
+    one: Server,
+    other: Server,
+    pairs: Iterable[tuple[int, int]],
+    layers: Iterable[str] = ("layer.0", "layer.1"),
+) -> bool:
+    """Whether blocks of two servers hold the same bytes."""
+    names = tuple(layers)
+    return all(one.block(name, a).equal(other.block(name, b)) for a, b in pairs for name in names)
+
+
+def gone(server: Server) -> bool:
+    """No lease is left, and every slot is free again."""
+    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
+
+
 def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -> Any:
     return SimpleNamespace(
         request_id=request_id,
