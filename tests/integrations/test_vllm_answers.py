@@ -81,39 +81,27 @@ def test_only_blocks_in_the_prefix_cache_are_offered(servers: tuple[Server, Serv
     assert prefill.load(next_turn(params), [5, 6]) == (8, True)
 
 
-def test_rejected_drafts_are_not_offered(servers: tuple[Server, Server]) -> None:
-    """Beyond the answer's last token but one, a block may hold drafts, or what a step in advance wrote."""
+@pytest.mark.parametrize(
+    ("params", "complete", "answer", "computed", "blocks", "offered_blocks"),
+    [
+        pytest.param(ROUTED, True, ANSWER[:6], 20, [3, 9, 1, 7, 2], 3, id="drafts beyond the answer"),
+        pytest.param(ROUTED, True, ANSWER, 5, [3, 9], 1, id="preempted, and not computed again"),
+        pytest.param(None, True, ANSWER, 16, [3, 9, 1, 7], 0, id="not routed"),
+        pytest.param(ROUTED, False, ANSWER, 16, [3, 9, 1, 7], 0, id="aborted"),
+        pytest.param({"do_remote_decode": True}, True, ANSWER, 16, [3, 9, 1, 7], 0, id="handed off"),
+    ],
+)
+def test_what_is_computed_for_good_is_offered(
+    servers: tuple[Server, Server], params: Any, complete: bool, answer: list[int], computed: int,
+    blocks: list[int], offered_blocks: int,
+) -> None:  # fmt: skip
     _, decode = servers
     decode.pool.cache(3, 9, 1, 7, 2)
-    turn = request("t1", PROMPT, ROUTED)
-    turn.all_token_ids, turn.num_computed_tokens = PROMPT + ANSWER[:6], 20
-    _, params = decode.scheduler.finished(turn, ([3, 9, 1, 7, 2],), True)
-    assert params
-    assert params["remote_num_tokens"] == 3 * BLOCK_TOKENS
-
-
-def test_what_is_not_computed_again_is_not_offered(servers: tuple[Server, Server]) -> None:
-    """A request that was preempted may end by a token that was in flight."""
-    _, decode = servers
-    decode.pool.cache(3, 9, 1, 7)
-    turn = request("t1", PROMPT, ROUTED)
-    turn.all_token_ids, turn.num_computed_tokens = PROMPT + ANSWER, 5
-    _, params = decode.scheduler.finished(turn, ([3, 9],), True)
-    assert params
-    assert params["remote_num_tokens"] == BLOCK_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("params", "complete"), [(None, True), (ROUTED, False), ({"do_remote_decode": True}, True)]
-)
-def test_requests_that_are_not_offered(
-    servers: tuple[Server, Server], params: dict[str, Any] | None, complete: bool
-) -> None:
-    _, decode = servers
-    decode.pool.cache(3, 9, 1, 7)
     turn = request("t1", PROMPT, params)
-    turn.all_token_ids, turn.num_computed_tokens = PROMPT + ANSWER, 16
-    assert decode.scheduler.finished(turn, ([3, 9, 1, 7],), complete) == (False, None)
+    turn.all_token_ids, turn.num_computed_tokens = PROMPT + answer, computed
+    stays, handoff = decode.scheduler.finished(turn, (blocks,), complete)
+    assert not stays
+    assert (handoff["remote_num_tokens"] if handoff else 0) == offered_blocks * BLOCK_TOKENS
 
 
 def test_without_the_option_nothing_is_offered_and_nothing_pulled(servers: tuple[Server, Server]) -> None:
