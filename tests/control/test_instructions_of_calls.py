@@ -350,7 +350,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         PrefixQuery(bytes(16), 16, keys(1_000), worker_id=OWNER.worker_id),
     ),
 }
-"""What the state is brought to, and the call with its requests."""
+"""Each has what brings the state there, and the call with its requests."""
 
 CASES = [
     an_offer_of_many_ranks, many_prefixes, an_owner_of_prefixes_that_leaves, prefixes_that_end_together, an_overview,
