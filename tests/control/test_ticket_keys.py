@@ -335,9 +335,7 @@ async def test_no_call_to_a_coordinator_goes_without_its_token(coordinator: Coor
 async def test_no_call_to_an_agent_goes_without_its_token(agent: WorkerAgent, path: str) -> None:
     error = await refusal(agent.address, path)
     assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert "this tokened_worker agent has no certificate and answers processes that show the token in" in str(
-        error
-    )
+    assert "this worker agent has no certificate and answers processes that show the token in" in str(error)
 
 
 async def test_probes_need_none(coordinator: Coordinator) -> None:
