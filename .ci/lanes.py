@@ -7,7 +7,8 @@ lanes.py changed [RANGE]   runs the lanes of tier 2 that a change touches, and n
 lanes.py names [RANGE]     only names them
 lanes.py show              shows how each lane ended last, and what has changed since its last green run
 lanes.py stale             lists the lanes whose sources have changed since then, the oldest first
-lanes.py record            commits how lanes ended here as .ci/lanes.json, which has the newest run of each lane
+lanes.py record            commits how lanes ended here as .ci/lanes.json, which has the newest run of each lane and
+                           the newest mutation score of each module
 lanes.py resolve           ends a conflict of merged branches in that file, by the newest run of each lane
 
 RANGE is for `git diff`; without it, the working tree is compared with origin/main, or with the commit before.
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "lanes"
+SCORES = ROOT / "build" / "mutation"
 RECORD = ".ci/lanes.json"
 Result = dict[str, Any]
 """How a lane ended. `green` has the commit and the time of its last run without a failure, or None."""
@@ -52,8 +54,10 @@ LANES = {
     "instructions": Lane("make test-instructions", 2),
     "sanitizers": Lane("make test-sanitizers", 2),
     "docs": Lane("make docs", 2),
+    "mutation": Lane("make mutate", 2),
     "pythons": Lane("make test-pythons", 2),
     "image": Lane("make test-image", 3),
+    "extras": Lane("make test-extras", 3),
     "rdma": Lane("make test-rdma", 3),
     "engines": Lane("make test-engines", 3),
     "gpu": Lane("pytest -m gpu", 3),
@@ -61,6 +65,7 @@ LANES = {
     "soak": Lane("make soak", 3),
     "newcomer": Lane("make test-newcomer", 3),
     "release": Lane("make release-wheel", 3),
+    "aarch64": Lane("make test-aarch64", 3),
 }
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.
@@ -92,6 +97,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"benchmarks/(peers|results)", ()),
     (r"benchmarks/report/", ("processes", "pages")),
     (r"benchmarks/", ("processes",)),
+    (r"packaging/", ("image", "release")),
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
@@ -107,14 +113,15 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/cpp/", ("sanitizers",)),
     (r"tests/soak/", ("soak",)),
     (r"tests/pythons/|\.ci/pythons", ("pythons",)),
+    (r"tests/mutation/", ("mutation",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),
-    (r"\.ci/(release-wheel|test-wheel)", ("release",)),
+    (r"\.ci/(release-wheel|test-wheel|test-aarch64)", ("release", "aarch64")),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
-        ("processes", "deploy", "pythons", "image", "newcomer", "release"),
+        ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),
     ),
     (r"docs/examples/", ("processes", "docs", "newcomer")),
     (
@@ -123,6 +130,11 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     ),
     (r"docs/", ("docs",)),
     (r"[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
+)
+
+# These have mutants, which run beside the lanes above.
+MUTATED = (
+    r"csrc/(lease|engine|plan|staging)/|kvlink/(control|coordinator|worker|transfer)/|integrations/vllm/"
 )
 
 _COUNTS = (
@@ -141,6 +153,8 @@ def touched(paths: Iterable[str]) -> list[str]:
                 f"{path}: no row of TOUCHED in .ci/lanes.py says which lanes it touches; add one"
             )
         found.update(row)
+        if re.match(MUTATED, path):
+            found.add("mutation")
     return [name for name in LANES if name in found]
 
 
@@ -201,7 +215,7 @@ def _closing(result: Result) -> str:
 def newest(*tables: Iterable[Result]) -> dict[str, Result]:
     """Returns the last result of each lane, with its last green run, in the order of LANES."""
     found: dict[str, Result] = {}
-    for result in (each for table in tables for each in table if each["lane"] in LANES):
+    for result in (each for table in tables for each in table if each.get("lane") in LANES):
         other = found.get(result["lane"], result)
         last = max(other, result, key=lambda each: each["ended"])
         greens = [each["green"] for each in (other, result) if each["green"]]
@@ -209,15 +223,33 @@ def newest(*tables: Iterable[Result]) -> dict[str, Result]:
     return {name: found[name] for name in LANES if name in found}
 
 
+def scores(*tables: Iterable[Result]) -> list[Result]:
+    """Returns the newest mutation score of each module."""
+    known = sorted((each for table in tables for each in table), key=lambda each: each["ended"])
+    return [*{each["module"]: each for each in known}.values()]
+
+
 def text_of(results: Iterable[Result]) -> str:
     """Returns the text of the record: a line for each lane, so that branches rarely conflict."""
     return "[\n" + ",\n".join(json.dumps(each) for each in results) + "\n]\n"
 
 
-def _known() -> dict[str, Result]:
+def _merged(*tables: Iterable[Result]) -> list[Result]:
+    """Returns what the record keeps of these: lanes first, then scores."""
+    each = [result for table in tables for result in table]
+    return [*newest(each).values(), *scores(result for result in each if "module" in result)]
+
+
+def _kept() -> list[Result]:
+    """Returns the record together with what ended here."""
     record = ROOT / RECORD
-    here = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    return newest(json.loads(record.read_text()) if record.exists() else [], here)
+    paths = [*sorted(RESULTS.glob("*.json")), *sorted(SCORES.glob("*.json"))]
+    here = [json.loads(path.read_text()) for path in paths]
+    return _merged(json.loads(record.read_text()) if record.exists() else [], here)
+
+
+def _known() -> dict[str, Result]:
+    return newest(_kept())
 
 
 def changed_since(result: Result | None) -> list[str] | None:
@@ -254,12 +286,24 @@ def show() -> None:
         print(_closing(known[name]) if name in known else f"lane {name:12} never ran: {lane.command}")
         if name in known and name in old:
             print(f"     {name:12} {old[name]}")
+    for score in scores(each for each in _kept() if "module" in each):
+        print(_score_line(score))
+
+
+def _score_line(score: Result) -> str:
+    low, high = score["interval"]
+    of_kinds = ", ".join(f"{kind} {killed} of {tried}" for kind, (killed, tried) in score["kinds"].items())
+    return (
+        f"mutants of {score['module']:12} {score['score']:3} % killed ({low} to {high} %), "
+        f"{score['survived']} survive, "
+        f"{score['timeout']} time-outs, {score['equivalent']} equivalent, planted {score['planted'][0]} of "
+        f"{score['planted'][1]}; {of_kinds}; at {score['commit']}, {score['ended']}"
+    )
 
 
 def record(message: str = "Record how lanes ended") -> None:
     """Writes the record and commits it alone."""
-    results = _known()
-    (ROOT / RECORD).write_text(text_of(results.values()))
+    (ROOT / RECORD).write_text(text_of(_kept()))
     _git("add", RECORD)
     if _git("status", "--porcelain", RECORD):
         _git("commit", "--quiet", "--only", "--message", message, RECORD)
@@ -268,7 +312,7 @@ def record(message: str = "Record how lanes ended") -> None:
 def resolve() -> None:
     """Ends a conflict in the record."""
     sides = [json.loads(_git("show", f":{stage}:{RECORD}")) for stage in (2, 3)]
-    (ROOT / RECORD).write_text(text_of(newest(*sides).values()))
+    (ROOT / RECORD).write_text(text_of(_merged(*sides)))
     _git("add", RECORD)
 
 

@@ -7,17 +7,32 @@ that is moved is verified.
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from pathlib import Path
+from shlex import split
 from typing import Annotated
 
 import typer
 
-from kvlink.cli.tables import show_parts, show_rows
+from kvlink.cli.tables import show_parts
+from kvlink.errors import ConfigError
 
-from .harness.arguments import names_of, numbers_of
-from .harness.options import BlockOrder, Iters, Json, ModelName, Transport
-from .harness.run_record import begin, finish
-from .simulation.prefix_command import measure_prefixes
+from .harness.options import (
+    BlockOrder,
+    Cpus,
+    Iters,
+    Json,
+    Memory,
+    ModelName,
+    Transport,
+    names_of,
+    numbers_of,
+    rates_of,
+    use_cpus,
+)
+from .harness.results import Record, differences, publish
+from .harness.statistics import LEAST_EFFECT
 
 app = typer.Typer(
     help="Measure kvlink on this machine, and print rows to stdout.",
@@ -26,8 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-app.command("prefixes")(measure_prefixes)
 
 
 @app.command("pull")
@@ -42,38 +55,27 @@ def measure_pull(
     ] = None,
     iters: Iters = None,
     order: BlockOrder = "random",
-    trace: Annotated[
-        str,
-        typer.Option(
-            help="Replay this trace for --order allocator: a file, or the name of a published one. [azure-2023-conv]"
-        ),
-    ] = "",
     path: Annotated[
         str,
-        typer.Option(
-            help="Measure GPU memory over RDMA instead: gpudirect, bounce, or both with a comma. Rows are "
-            "modelled where there is no GPU or no NIC."
-        ),
+        typer.Option(help="Measure GPU memory over RDMA instead: gpudirect, bounce, or both with a comma."),
     ] = "",
-    gbps: Annotated[float, typer.Option(min=0.1, help="Model a NIC of this many Gb/s.")] = 400.0,
+    memory: Memory = "",
+    cpus: Cpus = "",
     as_json: Json = False,
 ) -> None:
-    """Pull blocks between two processes, and compare with the physical limit of the same path."""
+    """Pull blocks between two processes, and compare with bare calls that move the same blocks on as many threads."""
     from .measurements import pull as bench
 
     shapes = bench.shapes(block_bytes, blocks)
-    if trace and not order.startswith("allocator"):
-        raise typer.BadParameter("--trace needs --order allocator", param_hint="--trace")
+    use_cpus(cpus)
     if path:
         from .measurements import gpudirect_paths
 
-        parts = [gpudirect_paths.rows(gpudirect_paths.paths_of(path), shapes, gbps, iters)]
-    else:
-        rows = [
-            bench.rows(name, *shape, iters, order, trace) for name in names_of(transport) for shape in shapes
-        ]
-        parts = [part if as_json else map(bench.brief, part) for part in rows]
-    finish(parts, as_json, "bench pull", begin(as_json))
+        found = gpudirect_paths.rows(gpudirect_paths.paths_of(path), shapes, iters)
+        publish("gpu", [found], as_json, "bench pull")
+    names = names_of(transport)
+    parts = [bench.rows(name, *shape, iters, order, memory) for name in names for shape in shapes]
+    publish("pull", parts, as_json, "bench pull")
 
 
 @app.command("gpu")
@@ -99,14 +101,16 @@ def measure_gpu(
         bench.bounce_rows(pair[1], iters),
         decode_rows(pair, transport, iters),
     ]
-    others = begin(as_json)
-    finish(parts, as_json, "bench gpu", others)
+    publish("gpu", parts, as_json, "bench gpu")
 
 
 @app.command("migrate")
 def measure_migrate(
     model: ModelName = "llama-3.1-8b",
-    tokens: Annotated[int, typer.Option(min=1, help="Move a request of this many tokens.")] = 4096,
+    tokens: Annotated[
+        str,
+        typer.Option(help="Move a request of this many tokens; several with commas are measured in turn."),
+    ] = "4096",
     transport: Transport = "all",
     tp: Annotated[
         str,
@@ -117,11 +121,14 @@ def measure_migrate(
     ] = "1",
     pp: Annotated[
         str,
-        typer.Option(help="Move from all stages of a prefill pipeline to all of decode's, for example 2:1."),
+        typer.Option(
+            help="Move from all stages of a prefill pipeline to all of decode's, for example 2:1; several with commas."
+        ),
     ] = "1:1",
-    model_config: Annotated[
-        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
-    ] = None,
+    prefills: Annotated[
+        int,
+        typer.Option(min=1, max=16, help="Move from this many prefill workers in turn to one decode worker."),
+    ] = 1,
     trace: Annotated[
         str,
         typer.Option(
@@ -130,8 +137,21 @@ def measure_migrate(
     ] = "",
     requests: Annotated[int, typer.Option(min=1, help="Move this many requests of the trace.")] = 100,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Let requests arrive at this Poisson rate per second.")
-    ] = None,
+        str,
+        typer.Option(
+            help="Let requests arrive at this Poisson rate per second; several with commas are a sweep."
+        ),
+    ] = "",
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            min=0.01, help="Use gamma-distributed pauses of this shape; 1 is Poisson, less is burstier."
+        ),
+    ] = 1.0,
+    burst: Annotated[int, typer.Option(min=1, max=1024, help="Let this many requests arrive at once.")] = 1,
+    slo_ms: Annotated[
+        float, typer.Option(min=0.001, help="Count requests that take at most this long as goodput.")
+    ] = math.inf,
     speed: Annotated[
         float | None, typer.Option(min=0.001, help="Use the trace's own times, sped up by this factor.")
     ] = None,
@@ -151,42 +171,49 @@ def measure_migrate(
         ),
     ] = 0.0,
     slots: Annotated[
-        int | None,
-        typer.Option(min=1, help="Move this many requests at a time. [1, with --rate or --speed 16]"),
-    ] = None,
+        str,
+        typer.Option(
+            help="Move this many requests at a time; several with commas. [1, with --rate or --speed 16]"
+        ),
+    ] = "",
+    cpus: Cpus = "",
     as_json: Json = False,
 ) -> None:
-    """Migrate a request of a named model; show every phase, and the overhead beyond the read of the bytes.
+    """Migrate a request of a named model: a row with every phase, and the overhead beyond the read of the bytes.
 
     With --rate or --speed, requests arrive at given times, and a request's time counts from its arrival. It includes
-    the wait for a slot (late; more than 1 ms of it: started late).
+    the wait for a slot (late; more than 1 ms of it: started late). A queue that grows throughout is unstable. Failed
+    requests count as infinitely long. Options with several values are measured in all combinations.
     """
     from .measurements import migrate as bench
+    from .measurements.rank_handoffs import saturation
     from .workloads.arrivals import workload
 
-    lengths, arrivals = workload(tokens, trace, requests, rate, speed)
-    meant = str(model_config or model)
+    use_cpus(cpus)
+    meant, listed = (
+        model,
+        rates_of(rate, "--rate") if rate else [None],
+    )
+    sizes = numbers_of(tokens, "--tokens")
+    at_once = numbers_of(slots, "--slots") if slots else [None]
+    loads = {
+        (size, per_s): workload(size, trace, requests, per_s, speed, burstiness, burst)
+        for size, per_s in product(sizes, listed)
+    }
     parts = [
         bench.rows(
-            meant,
-            lengths,
-            name,
-            degrees,
-            None,
-            arrivals,
-            order,
-            trace,
-            block_tokens,
-            prefill_ms,
-            slots,
-            layout,
-            pp,
+            meant, loads[size, per_s][0], name, degrees, None, loads[size, per_s][1], order, block_tokens,
+            prefill_ms, number, layout, stages, prefills, slo_ms,
         )
-        for degrees in tp.split(",")
-        for name in names_of(transport)
-    ]
-    others = begin(as_json)
-    finish([part if as_json else map(bench.brief, part) for part in parts], as_json, "bench migrate", others)
+        for degrees, stages, name, number, size, per_s in product(
+            tp.split(","), pp.split(","), names_of(transport), at_once, sizes, listed
+        )
+    ]  # fmt: skip
+    record = Record("bench migrate", as_json)
+    found = record.show("migrate", parts)
+    if saturated := list(saturation(dict(row) for row in found)):
+        record.show("saturation", [saturated], title="saturation")
+    record.end()
 
 
 @app.command("plan")
@@ -194,9 +221,7 @@ def measure_plan(as_json: Json = False) -> None:
     """Plan transfers, and show the CPU time per descriptor."""
     from .measurements import plan as bench
 
-    rows = show_rows(bench.rows(), as_json, "bench plan")
-    if as_json:  # goals of kvlink's developers
-        show_rows(bench.verdicts(rows), as_json, "goals")
+    publish("plan", [bench.rows()], as_json, "bench plan")
 
 
 @app.command("control")
@@ -217,10 +242,10 @@ def measure_control(
 
     numbers = numbers_of(replicas, "--replicas")
     if store == "memory":
-        finish([control.rows(workers)], as_json, "bench control")
+        publish("control", [control.rows(workers)], as_json, "bench control")
     if store != "etcd":
         raise typer.BadParameter("memory or etcd", param_hint="--store")
-    finish([several.rows(numbers)], as_json, "bench control on etcd")
+    publish("control", [several.rows(numbers)], as_json, "bench control on etcd")
 
 
 @app.command("scale")
@@ -244,17 +269,60 @@ def measure_scale(
     if store not in ("memory", "etcd"):
         raise typer.BadParameter("memory or etcd", param_hint="--store")
     numbers = numbers_of(workers, "--workers")
-    begin(as_json)
-    parts = bench.parts(numbers, tickets, store, processes, lease_s, idle_s)
-    finish(parts, as_json, "bench scale", by="what")
+    record = Record("bench scale", as_json)
+    record.show("scale", bench.parts(numbers, tickets, store, processes, lease_s, idle_s), by="what")
+    record.end()
 
 
 @app.command("growth")
 def measure_growth(as_json: Json = False) -> None:
-    """Measure how costs grow with blocks, peers, leases out and readers; an exponent of 1 is linear."""
+    """Measure how costs grow with blocks, peers, leases out and readers; an exponent of 1 is linear.
+
+    The exponent is the largest of any step of the tail. The exit status is 1 if one does not hold.
+    """
     from .measurements import growth as bench
 
-    finish(bench.parts(), as_json, "bench growth", begin(as_json))
+    publish("growth", bench.parts(), as_json, "bench growth")
+
+
+@app.command("compare")
+def measure_compare(
+    before: Annotated[
+        Path, typer.Argument(help="Take this results file, folder of them, checkout or environment.")
+    ],
+    after: Annotated[Path, typer.Argument(help="Compare it with this one.")],
+    runs: Annotated[int, typer.Option(min=1, help="Run each checkout or environment this many times.")] = 5,
+    command: Annotated[
+        str, typer.Option(help="Run this command of `kvlink bench`, which prints rows with --json.")
+    ] = "pull",
+    least: Annotated[
+        float, typer.Option(min=0, max=10, help="Report changes of this share or more.")
+    ] = LEAST_EFFECT,
+    as_json: Json = False,
+) -> None:
+    """Compare runs of two versions, which take turns in new processes: a permutation test with the run as the unit.
+
+    Rows are compared by their share of the limit if that repeats better than the time. The exit status is 1 if a row is
+    slower, and 2 if there are too few runs or no row in common.
+    """
+    from .report.comparison import compare, measured, side_of
+
+    files = [side.is_file() or bool(list(side.glob("*.jsonl"))) for side in (before, after)]
+    if any(files) and not all(files):
+        raise ConfigError("compare two results files, or two checkouts or environments")
+    sides = (
+        [side_of(before), side_of(after)] if all(files) else measured((before, after), runs, split(command))
+    )
+    rows = [change.row() for change in compare(sides[0], sides[1], least)]
+    verdicts = {row["verdict"] for row in rows}
+    if not rows or verdicts == {"not enough runs"}:
+        found = "too few runs for a verdict; a side needs five" if rows else "no row in common"
+        raise ConfigError(f"{before} and {after} have {found}")
+    show_parts([rows], as_json, f"{after} against {before}")
+    machines = (row for side in sides for run in side.values() for row in run if row.get("kind") == "machine")
+    for warning in differences(machines):
+        typer.echo(warning, err=True)
+    raise typer.Exit(1 if "slower" in verdicts else 0)
 
 
 @app.command("peers")
@@ -290,13 +358,8 @@ def measure_peers(
     environments = environments or Path("build/peers")
     shapes = run.checked(path, block_bytes, blocks)
     with run.open_log(log, environments) as output:
-        begin(as_json)
-        contests = run.contests(path, shapes, seconds, environments, output)
-        rows = show_parts(
-            [part if as_json else map(run.brief, part) for part in contests], as_json, "bench peers"
-        )
-    if as_json:
-        show_rows(run.verdicts(rows), as_json, "goals")
+        record = Record("bench peers", as_json)
+        rows = record.show("peers", run.contests(path, shapes, seconds, environments, output))
     if missing := advice(rows, environments.absolute()):
         typer.echo(missing, err=True)
-    raise typer.Exit(0 if all(row.get("verified", True) for row in rows) else 1)
+    record.end()

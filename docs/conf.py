@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,14 @@ author = "The kvlink authors"
 project_copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "plain_docstrings", "generated_reference"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "plain_docstrings",
+    "generated_reference",
+]
 exclude_patterns = ["_ext", "examples"]
 nitpicky = False
 
@@ -27,11 +35,23 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
+autodoc_type_aliases = {name: name for name in ("BlockIds", "GroupIds", "NumTokens", "TokenRanges")}
 autodoc_default_options = {"members": True, "undoc-members": False}
 
 html_theme = "furo"
 html_title = f"kvlink {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
+if repository := os.environ.get(
+    "KVLINK_DOCS_REPOSITORY"
+):  # its address: each page then has a link that edits it
+    html_theme_options |= {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
+    html_theme_options["top_of_page_buttons"] = ["view", "edit"]
+html_last_updated_fmt = "%Y-%m-%d"
 html_show_sourcelink = False
+copybutton_exclude = ".linenos, .gp, .go"

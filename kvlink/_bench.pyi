@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the machine does without kvlink. Its users: benchmarks and their tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvlink._core import CudaKernel, CudaMemory, HostMemory, Plan
@@ -12,13 +12,13 @@ def call_rounds(call: Callable[[], object], rounds: int) -> None:
 def baseline_memfd(memory: HostMemory) -> int:
     """The descriptor behind a pool, for a bare mapping in another process. Stays owned by `memory`."""
 
-def baseline_memcpy(pieces: Any) -> int:
-    """Nanoseconds of memcpy. Pieces are rows of uint64: address from, address to, bytes."""
+def baseline_memcpy(pieces: Any, threads: int = 1) -> int:
+    """Nanoseconds of memcpy. Pieces are rows of uint64: address from, address to, bytes. The threads begin together."""
 
-def baseline_streamed_copy(pieces: Any) -> int:
+def baseline_streamed_copy(pieces: Any, threads: int = 1) -> int:
     """Nanoseconds of copies with non-temporal stores."""
 
-def baseline_process_vm_readv(pid: int, pieces: Any) -> int:
+def baseline_process_vm_readv(pid: int, pieces: Any, threads: int = 1) -> int:
     """Nanoseconds of bare system calls; `from` is an address of process `pid`."""
 
 def time_bounce(
@@ -46,6 +46,9 @@ class BaselineSink:
     def __init__(self, port: int) -> None: ...
     def read(self, pieces: Any) -> int:
         """Nanoseconds from asking to the last byte; `from` is an address of the source's process. Releases the GIL."""
+    @staticmethod
+    def read_at_once(sinks: Sequence[BaselineSink], pieces: Any) -> int:
+        """As `read`, over several streams that begin together, with a thread and a share of the bytes each."""
 
 def sweep_ns(num_slots: int, num_leases: int, rounds: int) -> int:
     """CPU nanoseconds of a sweep of a lease table, the least of `rounds`. Readers of the leases out do nothing."""

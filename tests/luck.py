@@ -25,9 +25,13 @@ _CLOCK_OWNERS = {"time", *_LOOPS}
 _ALLOWED = {
     "control/replicas.py": "stands in for coordinators of tests in virtual time",
     "control/fleet.py": "load for tests outside the gate",
+    "control_simulation/mutants.py:_hunt": "says how long a fault took to find; it judges nothing by that",
     "control_simulation/__main__.py:main": "says how long the seeds took; it judges nothing by that",
     "integrations/batching_peer.py": "the peers of test_transformers.py, which is outside the gate",
     "integrations/sglang_stand_in.py": "reads the clock as the class that it stands for does; no test waits for it",
+    "mutation/cpp_tests.py:_recorded": "orders tests by how long they take, and bounds that of a mutant",
+    "mutation/python_tests.py:forked": "ends a process that a mutant has made hang",
+    "mutation/python_tests.py:_record": "orders tests by how long they take, and bounds that of a mutant",
     "metrics/conftest.py:free_port": "of tests outside the gate",
     "router/fake_engine.py": "paces a stand-in for a server; no test judges by it",
     "tracing/test_handoff_spans.py:test_a_warm_pull_on_the_callers_thread": "orders spans by the clock that they bear",

@@ -7,9 +7,9 @@ The code in csrc/bench, built as `kvlink._bench`, does the work and takes the ti
 from __future__ import annotations
 
 import mmap
+import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ from .perftest import read_bandwidth, read_latency
 from .processes import OwnerSide
 
 _LATENCY_READS, _BANDWIDTH_READS = 1000, 1000
+_LEAST_SHARED_BYTES = 256 << 10  # below, a second thread costs more than it saves
 
 Copy = Callable[[npt.NDArray[np.uint64]], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """One bare way of moving blocks."""
+class Baseline(NamedTuple):
+    """One bare way of moving blocks, on so many threads, or over so many streams."""
 
     name: str
     run: Callable[[Ids, Ids], float]
@@ -40,8 +40,7 @@ class Baseline:
     keeper: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """Another program that measures the same path, between our transfers instead of in turns with them."""
 
     name: str
@@ -49,9 +48,20 @@ class Reference:
     """Returns the microseconds for as many bytes as one transfer has."""
 
 
-def num_baselines(transport: str) -> int:
-    """Returns how many baselines `baselines_of` returns."""
-    return {"shm": 2, "loopback": 2, "verbs": 0}.get(transport.removeprefix("fault+"), 1)
+def thread_counts(num_bytes: int) -> tuple[int, ...]:
+    """Returns on how many threads a limit is measured: one, and for larger transfers as many as kvlink may use.
+
+    That is a lane each, and a helper that copies where a core is idle.
+    """
+    most = min(len(os.sched_getaffinity(0)), max(2, WorkerConfig.from_env().lanes))
+    return (1,) if num_bytes < _LEAST_SHARED_BYTES or most == 1 else (1, most)
+
+
+def ways_of(transport: str, threads: Sequence[int]) -> list[str]:
+    """Returns the names of the limits of a transport."""
+    names = {"tcp": ["socket stream"], "cma": ["process_vm_readv"], "verbs": []}
+    found = names.get(transport.removeprefix("fault+"), ["memcpy", "non-temporal copy"])
+    return [name if count == 1 else f"{name}, {count} threads" for name in found for count in threads]
 
 
 def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> list[Reference]:
@@ -71,13 +81,15 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     return [Reference("ib_read_bw", stream)]
 
 
-def baselines_of(transport: str, owner: OwnerSide, pool: BlockPool) -> list[Baseline]:
+def baselines_of(
+    transport: str, owner: OwnerSide, pool: BlockPool, threads: Sequence[int] = (1,)
+) -> list[Baseline]:
     """Returns the baselines of a transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     if name == "verbs":
         return []
     memory = memory_of(name, owner)
-    copies = copies_from(name, owner)
+    copies = copies_from(name, owner, threads)
     return [Baseline(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
 
 
@@ -97,13 +109,18 @@ def memory_of(name: str, owner: OwnerSide) -> Memory:
     return Memory(mapped.ctypes.data, mapped)
 
 
-def copies_from(name: str, owner: OwnerSide) -> dict[str, Copy]:
-    """Returns the copiers from an owner's pool by name. Each is for one thread at a time."""
+def copies_from(name: str, owner: OwnerSide, threads: Sequence[int] = (1,)) -> dict[str, Copy]:
+    """Returns the copiers from an owner's pool, in the order of `ways_of`. Each is for one thread at a time."""
     if name == "tcp":
-        return {"socket stream": _bench.BaselineSink(owner.call("listen")["port"]).read}
-    if name == "cma":
-        return {"process_vm_readv": partial(_bench.baseline_process_vm_readv, owner.pid)}
-    return {"memcpy": _bench.baseline_memcpy, "non-temporal copy": _bench.baseline_streamed_copy}
+        port = owner.call("listen")["port"]
+        streams = [[_bench.BaselineSink(port) for _ in range(count)] for count in threads]
+        copies: list[Copy] = [partial(_bench.BaselineSink.read_at_once, sinks) for sinks in streams]
+    elif name == "cma":
+        copies = [partial(_bench.baseline_process_vm_readv, owner.pid, threads=count) for count in threads]
+    else:
+        plain = (_bench.baseline_memcpy, _bench.baseline_streamed_copy)
+        copies = [partial(copy, threads=count) for copy in plain for count in threads]
+    return dict(zip(ways_of(name, threads), copies, strict=True))
 
 
 def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:

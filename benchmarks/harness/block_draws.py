@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,6 @@ import numpy.typing as npt
 from kvlink.errors import ConfigError
 
 from .contents import Ids
-
-
-class Fragmentation(Protocol):
-    """The order in which the blocks of a list follow each other."""
-
-    @property
-    def run(self) -> int:
-        """Returns the least number of contiguous blocks in a run."""
-
-    def whole_runs(self, least: int) -> int:
-        """Returns the smallest number of blocks, at least `least`, that consists of whole runs."""
-
-    def lists_in(self, pool_blocks: int, blocks: int) -> int:
-        """Returns how many lists `draw` can make."""
-
-    def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
-        """Returns `num` lists of `blocks` ids, all different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +26,7 @@ class Order:
             return cls(1)
         kind, _, run = text.partition(":")
         if kind != "runs" or not run.isascii() or not run.isdigit() or int(run) < 1:
-            raise ConfigError(
-                f"order {text!r} is not known; write random, runs:K for runs of K blocks, or allocator:N for the order "
-                "of an allocator after a trace of N requests at a time"
-            )
+            raise ConfigError(f"order {text!r} is not known; write random, or runs:K for runs of K blocks")
         return cls(min(int(run), blocks))
 
     def whole_runs(self, least: int) -> int:

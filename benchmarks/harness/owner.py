@@ -8,6 +8,7 @@ descriptor until its parent is gone.
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import time
 import traceback
@@ -16,28 +17,63 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvlink import BlockPool, KVLayout, Worker
 from kvlink._bench import BaselineSource, baseline_memfd
-from kvlink.errors import KVLinkError
+from kvlink.errors import ConfigError, KVLinkError
 from kvlink.layout import Context, Geometry, Order, Pipeline, dense, rank_of
 
-from .contents import Contents
+from .contents import Contents, filled
 
 Answer = dict[str, Any]
 
 
-def external_pool(layout: KVLayout) -> BlockPool:
-    """Returns a pool of memory that numpy allocates, in huge pages where the system gives them on request."""
-    return BlockPool.from_tensors([np.empty(size, np.uint8) for size in layout.region_bytes()], layout)
+OWN, ANONYMOUS, HUGE = MEMORIES = ("own", "anonymous", "huge")
+"""Kinds of memory: what kvlink allocates; memory of others in pages of 4 KiB, or in huge ones on request."""
 
 
-def _filled(layout: KVLayout, seed: int, external: bool, gpu: int | None) -> BlockPool:
+def memory_for(transport: str, wanted: str = "") -> str:
+    """Returns the kind of memory that benchmarks use for a transport: cma is for memory that kvlink did not allocate.
+
+    Raises ConfigError for a kind that is not known, or that the transport cannot use.
+    """
+    name = transport.removeprefix("fault+")
+    kind = wanted or (HUGE if name == "cma" else OWN)
+    if kind not in MEMORIES:
+        raise ConfigError(f"memory {kind!r} is not known; write {', '.join(MEMORIES)}")
+    if kind != OWN and name in ("shm", "tcp"):
+        raise ConfigError(
+            f"the benchmark of {name} and of its limit needs memory that kvlink allocated; omit --memory"
+        )
+    return kind
+
+
+def flat(block_bytes: int, num_blocks: int, planes: int = 1) -> Geometry:
+    """Returns a cache of blocks without a structure, of one token each."""
+    return Geometry(
+        num_layers=planes, total_heads=1, row_bytes=block_bytes, num_blocks=num_blocks, block_tokens=1,
+        planes_per_layer=1, dtype="uint8", model="bench",
+    )  # fmt: skip
+
+
+def pool_of(layout: KVLayout, memory: str = OWN) -> BlockPool:
+    """Returns a pool of that kind of memory."""
+    if memory == OWN:
+        return BlockPool.allocate(layout)
+    return BlockPool.from_tensors([_mapped(size, memory == HUGE) for size in layout.region_bytes], layout)
+
+
+def _mapped(num_bytes: int, huge: bool) -> npt.NDArray[np.uint8]:
+    memory = mmap.mmap(-1, num_bytes + (mmap.PAGESIZE if num_bytes == 0 else 0))
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _filled(layout: KVLayout, seed: int, memory: str, gpu: int | None) -> BlockPool:
     if gpu is not None:
-        from .gpu_pool import filled
-
         return filled(layout, gpu, seed)
-    pool = external_pool(layout) if external else BlockPool.allocate(layout)
+    pool = pool_of(layout, memory)
     Contents(layout, seed).fill(pool)
     return pool
 
@@ -57,13 +93,14 @@ class Owner:
         seed: int,
         transport: str,
         coordinator: str,
-        external: bool = False,
+        memory: str = OWN,
         order: str = Order.NHD.name,
         gpu: int | None = None,
+        number: int = 0,
     ) -> None:
         layout = dense(_geometry(**geometry), Order[order])
-        self._pool = _filled(layout, seed, external, gpu)
-        name = f"bench-owner-{rank_of(layout)[0]}"
+        self._pool = _filled(layout, seed, memory, gpu)
+        name = f"bench-owner-{number}-{rank_of(layout)[0]}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: BaselineSource | None = None
         self._held: dict[str, tuple[Sequence[int], int, int]] = {}

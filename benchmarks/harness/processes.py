@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from kvlink.errors import KVLinkError
 from kvlink.layout import Geometry, Order
 
-from .owner import Owner
+from .owner import OWN, Owner
 
 _ANSWER_S = 120.0
 _EXIT_S = 10.0
@@ -100,22 +100,25 @@ def owner_process(
     coordinator: str = "",
     *,
     here: bool = False,
-    external: bool = False,
+    memory: str = OWN,
     order: Order = Order.NHD,
     gpu: int | None = None,
+    number: int = 0,
 ) -> Iterator[OwnerSide]:
     """Runs an Owner in a child process, or with `here` in this one. `transport` may name a fault wrapper.
 
-    `external` makes its pool of memory that kvlink did not allocate. `order` is that of its axes, `gpu` its GPU.
+    `memory` is the kind of its pool's, `order` that of its axes, `gpu` its GPU.
+    `number` distinguishes it from others of the same rank.
     """
     arguments = {
         "geometry": asdict(geometry),
         "seed": seed,
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,
-        "external": external,
+        "memory": memory,
         "order": order.name,
         "gpu": gpu,
+        "number": number,
     }
     if here:
         owner = Owner(**arguments)  # type: ignore[arg-type]

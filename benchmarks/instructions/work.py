@@ -35,11 +35,12 @@ def load(path: str, name: str = "kvlink._core") -> Any:
 
 
 def bench_module(core: Any) -> Any:
-    """Returns the module that has `post_ns`: `_bench` beside `core`, or `core` itself if it is of an older commit."""
+    """Returns the module with `post_ns`: `_bench` beside `core` or above it, or `core` itself of an older commit."""
     if hasattr(core, "post_ns"):
         return core
     path = Path(core.__file__)
-    beside = path.with_name(path.name.replace("_core", "_bench"))
+    name = path.name.replace("_core", "_bench")
+    beside = next(each / name for each in path.parents[:2] if (each / name).exists())
     return sys.modules.get("kvlink._bench") or load(str(beside), "kvlink._bench")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,13 +18,16 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from kvlink.control import Claim, CoordinatorClient, Offer
 from kvlink.coordinator import Coordinator
-from kvlink.coordinator.gc_tuning import tune_gc
+from kvlink.coordinator.coordinator import tune_gc
 from kvlink.layout import KVLayout, Plane
 from kvlink.types import HostIdentity, WorkerCard
 
-from ..harness import empty_service
+from ..harness.statistics import quantiles_us
 
 _SPAWN = multiprocessing.get_context("spawn")
 _TICKET_BYTES = 1_100  # the ticket of 4,096 tokens in blocks of 16
@@ -48,14 +50,14 @@ def rows(workers: int = 2) -> Iterator[Row]:
         yield {"what": "claim of a published offer", **_latency(address, _claim_published, "known")}
         yield {"what": "offer to a waiting claim", **_latency(address, _offer_to_waiting, "awaited")}
         count = _UNARY_HANDOFFS // workers
-        row = _throughput(pid, workers, count, loader, [address], unary, workers, count)
+        row = throughput([pid], workers, count, loader, [address], unary, workers, count)
         yield {"what": "unary handoffs", **row, "verified": True}
         count = _STREAM_HANDOFFS // workers
-        row = _throughput(pid, workers, count, loader, [address], stream, workers, count)
+        row = throughput([pid], workers, count, loader, [address], stream, workers, count)
         yield {"what": "batched stream handoffs", **row, "verified": True}
-    with _serving(empty_service.serve) as (address, pid):
+    with _serving(_serve_empty) as (address, pid):
         count = _UNARY_HANDOFFS // workers
-        row = _throughput(pid, workers, count, empty_service.loader, address, _UNARY_IN_FLIGHT, count)
+        row = throughput([pid], workers, count, _empty_loader, address, _UNARY_IN_FLIGHT, count)
         yield {"what": "limit: as unary, of a gRPC service that does nothing", **row}
 
 
@@ -105,24 +107,40 @@ def _verify(tickets: list[bytes], worker: int, number: int, run: str = "") -> No
         raise AssertionError(f"request {number} of worker {worker} returned the tickets of another")
 
 
-def _throughput(coordinator: int, workers: int, count: int, target: Loader, *args: object) -> Row:
-    """Lets `target` make `count` handoffs in each of `workers` processes, and measures the throughput."""
+def throughput(
+    coordinators: Sequence[int],
+    workers: int,
+    count: int,
+    target: Loader,
+    *args: object,
+    etcd: Sequence[int] = (),
+) -> Row:
+    """Lets `target` make `count` handoffs in each of `workers` processes, and measures the throughput.
+
+    `coordinators` and `etcd` are the process ids of those whose CPU time counts.
+    """
     with in_processes(target, workers, *args) as pipes:
         one_from_each(pipes)
-        busy_s = cpu_s(coordinator)
+        before_s = [sum(map(cpu_s, pids)) for pids in (coordinators, etcd)]
         for pipe in pipes:
             pipe.send("go")
         spans = one_from_each(pipes)
-        busy_s = cpu_s(coordinator) - busy_s
-    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
+        busy_s, etcd_s = (
+            sum(map(cpu_s, pids)) - spent for pids, spent in zip((coordinators, etcd), before_s, strict=True)
+        )
+    elapsed_s, handoffs = max(end for _, end in spans) - min(start for start, _ in spans), count * workers
     return {
         "workers": workers,
-        "handoffs": count * workers,
-        "handoffs_per_s": round(count * workers / elapsed_s),
-        "coordinator_cpu_us": round(busy_s / (count * workers) * 1e6, 2),
-        "handoffs_per_coordinator_cpu_s": round(count * workers / busy_s),
+        "handoffs": handoffs,
+        "handoffs_per_s": round(handoffs / elapsed_s),
+        "coordinator_cpu_us": round(busy_s / handoffs * 1e6, 2),
+        "handoffs_per_coordinator_cpu_s": round(handoffs / busy_s),
         "coordinator_busy": round(busy_s / elapsed_s, 2),
-    }
+    } | (
+        {"etcd_cpu_us": round(etcd_s / handoffs * 1e6), "etcd_busy": round(etcd_s / elapsed_s, 2)}
+        if etcd
+        else {}
+    )
 
 
 def loader(
@@ -143,21 +161,64 @@ def loader(
     asyncio.run(run())
 
 
+# A gRPC service that does nothing, which is the limit for unary calls to any service in Python.
+
+_SERVICE, _CALL = "kvlink.Empty", "Call"
+_REQUEST = bytes(_TICKET_BYTES)
+
+
+async def _serve_empty() -> str:
+    """Listens on loopback until the event loop ends. Returns "host:port"."""
+
+    async def answer(blob: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        return blob
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {_CALL: grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    _kept.append(server)
+    return f"127.0.0.1:{port}"
+
+
+def _empty_loader(pipe: Connection, index: int, address: str, in_flight: int, count: int) -> None:
+    """Runs a load process that makes two consecutive calls per handoff, with `in_flight` handoffs at a time."""
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call: Any = channel.unary_unary(f"/{_SERVICE}/{_CALL}")
+
+            async def lane(first: int) -> None:
+                for _ in range(first, count, in_flight):
+                    await call(_REQUEST)
+                    await call(_REQUEST)
+
+            await call(_REQUEST)
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)
+            start = time.monotonic()
+            await asyncio.gather(*map(lane, range(in_flight)))
+            pipe.send((start, time.monotonic()))
+            await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(run())
+
+
+_kept: list[grpc.aio.Server] = []  # a server without a reference is stopped
+
+
 # Latency: one process offers, another one claims.
 
 
 def _latency(address: str, prefill: _Prefill, run: str) -> Row:
     with in_processes(_claimer, 1, address, run) as (claimer,):
         claimer.recv()
-        taken_us = sorted(
-            1e6 * taken_s for taken_s in asyncio.run(_offer_each(address, prefill, claimer, run))
-        )
+        taken_s = asyncio.run(_offer_each(address, prefill, claimer, run))
     return {
         "workers": 2,
-        "rounds": len(taken_us),
-        "min_us": round(taken_us[0]),
-        "p50_us": round(statistics.median(taken_us)),
-        "p99_us": round(taken_us[len(taken_us) * 99 // 100]),
+        "rounds": len(taken_s),
+        **quantiles_us([1e6 * each for each in taken_s]),
         "verified": True,
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ from kvlink.control import CoordinatorClient
 from kvlink.errors import ConfigError
 
 from ..harness.etcd import EtcdCluster
-from .control import Load, Row, card, cpu_s, in_processes, loader, one_from_each, stream, unary
+from ..harness.statistics import quantiles_us
+from .control import Load, Row, card, loader, stream, throughput, unary
 
 _MEMBERS = 3
 _UNARY_HANDOFFS = 3_000
@@ -83,26 +83,9 @@ def _measure(etcd: EtcdCluster, replicas: list[Replica], load: Load, handoffs: i
     addresses = [replica.address for replica in replicas]
     pids = [replica.process.pid for replica in replicas]
     each = handoffs // _LOADERS
-    with in_processes(loader, _LOADERS, addresses, load, _LOADERS, each) as pipes:
-        one_from_each(pipes)
-        before = sum(map(cpu_s, pids)), sum(map(cpu_s, etcd.pids))
-        for pipe in pipes:
-            pipe.send("go")
-        spans = one_from_each(pipes)
-        busy = sum(map(cpu_s, pids)) - before[0], sum(map(cpu_s, etcd.pids)) - before[1]
-    elapsed_s = max(end for _, end in spans) - min(start for start, _ in spans)
-    count = each * _LOADERS
-    return {
-        "members": _MEMBERS,
-        "workers": _LOADERS,
-        "handoffs": count,
-        "handoffs_per_s": round(count / elapsed_s),
-        "coordinator_cpu_us": round(busy[0] / count * 1e6),
-        "etcd_cpu_us": round(busy[1] / count * 1e6),
-        "cores_busy": round(sum(busy) / elapsed_s, 2),
-        "cores": os.cpu_count(),
-        "verified": True,
-    }
+    arguments = (addresses, load, _LOADERS, each)
+    row = throughput(pids, _LOADERS, each, loader, *arguments, etcd=etcd.pids)
+    return {"members": _MEMBERS, **row, "cores": os.cpu_count(), "verified": True}
 
 
 # Losses.
@@ -135,7 +118,7 @@ def _losses(etcd: EtcdCluster, count: int) -> Iterator[Row]:
             losses.insert(0, ("the coordinator in use killed", _KILLS, lose_replica))
         for number, (what, rounds, lose) in enumerate(losses):
             taken_s = asyncio.run(_each_loss(addresses, f"loss{number}", rounds, lose))
-            yield {"what": what, "replicas": count, "members": _MEMBERS, **_spread(taken_s)}
+            yield {"what": what, "replicas": count, "members": _MEMBERS, **_times(taken_s)}
 
 
 Lose = Callable[[str], Callable[[], None]]
@@ -167,12 +150,5 @@ async def _each_loss(addresses: str, what: str, rounds: int, lose: Lose) -> list
     return taken_s
 
 
-def _spread(taken_s: list[float]) -> Row:
-    taken_ms = sorted(1e3 * each_s for each_s in taken_s)
-    return {
-        "rounds": len(taken_ms),
-        "min_ms": round(taken_ms[0], 1),
-        "p50_ms": round(statistics.median(taken_ms), 1),
-        "p99_ms": round(taken_ms[len(taken_ms) * 99 // 100], 1),
-        "verified": True,
-    }
+def _times(taken_s: Sequence[float]) -> Row:
+    return {"rounds": len(taken_s), **quantiles_us([1e6 * each for each in taken_s]), "verified": True}

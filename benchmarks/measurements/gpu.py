@@ -20,13 +20,14 @@ import numpy as np
 from kvlink import BlockPool, Ticket, Worker, _bench, _core
 from kvlink.errors import ConfigError
 from kvlink.hardware.kernels import kernel_for
-from kvlink.layout import Geometry, dense
+from kvlink.layout import dense
 
 from ..harness.block_draws import pieces_of
-from ..harness.contents import Ids
-from ..harness.gpu_pool import filled, torch_with_gpu
+from ..harness.contents import Ids, filled, torch_with_gpu
+from ..harness.owner import flat
 from ..harness.processes import BenchError, OwnerSide, owner_process
-from ..harness.quantiles import quantiles_us
+from ..harness.results import verified
+from ..harness.statistics import quantiles_us
 
 
 class Shape(NamedTuple):
@@ -134,7 +135,7 @@ class _Bench:
             "of_limit": limit_us / p50,
             "copy_a_piece_us": float(np.median(each)),
             "cpu_us": self._cpu_us(min(iters, 20)),
-            "verified": True,
+            **verified(0, 1 + -(-iters // _CHECK_EVERY), iters),
         }
 
     def pull_once(self) -> None:
@@ -203,10 +204,7 @@ class _Bench:
 def opened(gpus: Sequence[int], transport: str, shape: Shape) -> Iterator[_Bench]:
     """Opens an owner and a reader with pools of a shape."""
     owner_gpu, reader_gpu = gpus
-    geometry = Geometry(
-        num_layers=shape.planes, total_heads=1, row_bytes=shape.piece_bytes,
-        num_blocks=max(4 * shape.blocks, 1024), block_tokens=1, planes_per_layer=1, dtype="uint8", model="bench",
-    )  # fmt: skip
+    geometry = flat(shape.piece_bytes, max(4 * shape.blocks, 1024), shape.planes)
     layout = dense(geometry)
     wanted = filled(layout, reader_gpu, _SEED)
     with (

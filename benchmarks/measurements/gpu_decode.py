@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.gpu_pool import torch_with_gpu
-from ..harness.quantiles import quantiles_us
+from ..harness.contents import torch_with_gpu
+from ..harness.statistics import quantiles_us
 from .gpu import Shape, opened
 
 SHAPE = Shape(32 << 10, 64, 256)

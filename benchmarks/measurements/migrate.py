@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the handoff of a whole request between two processes, through a coordinator, phase by phase.
 
+- late: in an open loop, from the intended arrival until a slot was free
 - offer: the prefill worker's call
-- claim: the decode worker's call, which knows only the request id, without the transfer
+- claim: the decode worker's call, which knows only the request id, without the transfer; for requests that come alone,
+  claim_parts_us has its parts, and of_bare_claim compares it with a claim by a bare client in the same run
 - plan, validate, settle: as the pull counts them
 - post: the time to give the reads to the transport, summed over the lanes
 - wire: the rest of the read
-- whole: offer, then from the decode worker's call until it has the blocks; nothing is flushed, since the pool is in
-  host memory
-- overhead: the part of each request's whole that is not wire
-- limit: bare calls that move the pieces of another such request, after each one that comes alone
+
+The times of a row are those of the whole: late, offer, then from the decode worker's call until it has the blocks;
+nothing is flushed, since the pool is in host memory. A failed request is infinitely long. overhead is the part of each
+whole that is not wire. limit has bare calls that move the pieces of another such request, after each one that comes
+alone.
 
 At a pair of degrees every rank of prefill is a process that offers, and every rank of decode a worker that pulls from
 all those that have heads and layers of its own; they share this machine. offer is then the slowest rank's, whole lasts
-until the last rank has its blocks, and the phases in between are those of the rank whose transfers took longest.
+until the last rank has its blocks, and the phases in between are those of the rank whose transfers took longest. With
+several prefills each has such ranks, and requests come from each in turn.
 
 Requests come one after the other, or as soon as one of several slots is free, or at given times (arrivals.py). In the
-last case the phase late lasts until a slot was free, and whole counts from the intended arrival: late, the message to
-the prefill process, and all the rest.
+last case whole counts from the intended arrival: late, the message to the prefill process, and all the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -29,11 +33,10 @@ from kvlink import BlockPool, Worker
 from kvlink.errors import ConfigError
 from kvlink.layout import dense
 
+from ..harness.block_draws import Order
 from ..harness.processes import coordinator_process, owner_process
-from ..harness.quantiles import with_median_interval
 from ..workloads.arrivals import Arrivals
 from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
-from ..workloads.fragmentation import order_of
 from ..workloads.models import BLOCK_TOKENS
 from .rank_handoffs import SEED, Bench, Row
 from .rank_shares import Baselines, Owner, baselines_between
@@ -41,7 +44,7 @@ from .rank_shares import Baselines, Owner, baselines_between
 _POOL_REQUESTS = 4
 _SLOTS = 16  # requests in flight at a time in an open loop by default
 _RUN_BYTES = 8 << 30
-_LEAST_ITERS, _MOST_ITERS = 10, 200
+_LEAST_ITERS, _MOST_ITERS = 16, 200
 
 
 def rows(
@@ -52,20 +55,22 @@ def rows(
     iters: int | None = None,
     arrivals: Arrivals | None = None,
     order: str = "random",
-    trace: str = "",
     block_tokens: int = BLOCK_TOKENS,
     prefill_ms: float = 0.0,
     slots: int | None = None,
     layout: str = "NHD",
     pp: str = "1:1",
+    prefills: int = 1,
+    slo_ms: float = math.inf,
 ) -> Iterator[Row]:
-    """Yields one row per phase, then the overhead and the limit.
+    """Yields the row of the first handoffs, which connect, and then the measured row.
 
     `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` and
-    `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` and
-    `trace` are parsed by order_of. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
+    `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` is
+    parsed by Order. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
     TTFT. `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is
-    one of LAYOUTS, at both ends. Raises ConfigError, BenchError and TransferError.
+    one of LAYOUTS, at both ends. `slo_ms` is the longest whole that counts for the goodput. Raises ConfigError,
+    BenchError and TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
@@ -73,22 +78,26 @@ def rows(
     cache = Cache(model, Degrees.parse(tp, pp), block_tokens, LAYOUTS[layout])
     kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
-    blocks = order_of(order, cache.blocks(max(lengths)), trace)
+    blocks = Order.parse(order, cache.blocks(max(lengths)))
     largest = blocks.whole_runs(cache.blocks(max(lengths)))
     room = max(1, cache.most_blocks() // largest)
     slots = min(room, slots or (_SLOTS if arrivals else 1))
-    num_blocks = largest * max(slots, min(room, _POOL_REQUESTS))
-    with _opened(cache, num_blocks, transport) as (owners, workers, baselines):
+    places = max(slots, min(room, len(lengths) if arrivals else _POOL_REQUESTS))
+    with _opened(cache, largest * places, transport, prefills) as (
+        owners,
+        workers,
+        baselines,
+        coordinator,
+    ):
         bench = Bench(owners, workers, cache, lengths, blocks)
-        bench.run(2, baselines)  # connects and warms up
-        bench.forget()
         common: Row = {
             "model": model, "tp": tp, "pp": pp, "block_tokens": block_tokens, "transport": transport, "order": order,
-            "layout": layout,
+            "layout": layout, "prefills": prefills,
         }  # fmt: skip
+        yield {"kind": "cold", **common, "tokens": lengths[0], **bench.warm_up(baselines)}
         if cache.degrees.decode is not None:
             common["prefill_ranks_read"] = taken_from(
-                [owner.layout for owner in owners], workers[0].pool.layout
+                [owner.layout for owner in owners[0]], workers[0].pool.layout
             )
         if not isinstance(tokens, int):
             common["left_out"] = len(given) - len(kept)
@@ -97,30 +106,41 @@ def rows(
         iters = iters or max(_LEAST_ITERS, min(_RUN_BYTES // mean_bytes, _MOST_ITERS))
         if arrivals is not None:
             common |= {"arrivals": arrivals.name}
-            common |= bench.run_open([arrivals.at_s[index] for index in kept], largest, slots)
+            common |= bench.run_open([arrivals.at_s[index] for index in kept], largest, slots, slo_ms * 1e3)
         elif slots > 1:
             common |= bench.run_together(max(iters, slots), largest, slots)
         else:
-            bench.run(iters, baselines)
-        yield from bench.rows(common, prefill_ms * 1e3)
+            common |= {"slots": 1, **bench.run(iters, baselines), **bench.claim_parts(coordinator)}
+        yield common | bench.row(prefill_ms * 1e3)
 
 
 @contextmanager
 def _opened(
-    cache: Cache, num_blocks: int, transport: str
-) -> Iterator[tuple[list[Owner], list[Worker], Baselines]]:
+    cache: Cache, num_blocks: int, transport: str, prefills: int
+) -> Iterator[tuple[list[list[Owner]], list[Worker], Baselines, str]]:
     """Opens all ranks of both sides. The last worker's pool is closed last."""
     with ExitStack() as stack:
         coordinator = stack.enter_context(coordinator_process())
         here = transport.endswith("loopback")
         owners = [
-            Owner(
-                stack.enter_context(
-                    owner_process(geometry, SEED, transport, coordinator, here=here, order=cache.order)
-                ),
-                dense(geometry, cache.order),
-            )
-            for geometry in cache.prefill(num_blocks)
+            [
+                Owner(
+                    stack.enter_context(
+                        owner_process(
+                            geometry,
+                            SEED,
+                            transport,
+                            coordinator,
+                            here=here,
+                            order=cache.order,
+                            number=number,
+                        )
+                    ),
+                    dense(geometry, cache.order),
+                )
+                for geometry in cache.prefill(num_blocks)
+            ]
+            for number in range(prefills)
         ]
         workers = [
             stack.enter_context(
@@ -134,15 +154,9 @@ def _opened(
             for rank, geometry in enumerate(cache.decode(num_blocks))
         ]
         pools = [worker.pool for worker in workers]
-        yield owners, workers, stack.enter_context(baselines_between(transport, owners, pools))
-
-
-_LONG = {
-    "model", "block_tokens", "order", "layout", "bytes", "ops", "iters", "cpu_s_per_gib", "offered_per_s", "slots",
-    "left_out",
-}  # fmt: skip
-
-
-def brief(row: Row) -> Row:
-    """Returns a row that fits a screen."""
-    return with_median_interval(row, _LONG)
+        yield (
+            owners,
+            workers,
+            stack.enter_context(baselines_between(transport, owners[0], pools)),
+            coordinator,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from kvlink import _bench, _core
 from kvlink.layout import Geometry, KVLayout, Order, Regions, dense
 from kvlink.transfer.planners import core_layout
-
-from ..peers.bars import Bar
 
 MODEL = Geometry(num_layers=80, total_heads=8, row_bytes=256, num_blocks=8192, block_tokens=16)
 ONE_RANK = replace(MODEL, tp_size=8)
@@ -46,30 +44,25 @@ class Case(NamedTuple):
     sequential: bool = False
 
 
-PROMISED = Case(
-    "nhd, one rank of 8", dense(ONE_RANK, Order.NHD, LAYERS), dense(ONE_RANK, Order.NHD, LAYERS), 256
-)
-"""The case of the promise: Llama 3.1 70B at TP 8, 4,096 tokens, which are 40,960 reads of 4 KiB."""
+def _alike(name: str, layout: KVLayout, num_blocks: int, sequential: bool = False) -> Case:
+    return Case(name, layout, layout, num_blocks, sequential)
 
-_MOST_MS = 5.0  # for planning and posting it
 
 CASES = (
-    PROMISED,
-    Case("nhd", dense(MODEL, Order.NHD, LAYERS), dense(MODEL, Order.NHD, LAYERS), 256),
-    Case("nhd, long", dense(SHALLOW, Order.NHD, LAYERS), dense(SHALLOW, Order.NHD, LAYERS), 4096),
-    Case(
-        "nhd, in sequence", dense(SHALLOW, Order.NHD, LAYERS), dense(SHALLOW, Order.NHD, LAYERS), 4096, True
-    ),
-    Case("hnd, one region", dense(MODEL, Order.HND), dense(MODEL, Order.HND), 256),
-    Case("paired", dense(MODEL, Order.PAIRED_HND, LAYERS), dense(MODEL, Order.PAIRED_HND, LAYERS), 256),
-    Case("k beside v", dense(MODEL, Order.BESIDE_HND, LAYERS), dense(MODEL, Order.BESIDE_HND, LAYERS), 256),
-    Case("cross-layer", dense(MODEL, Order.CROSS_LAYER_HND), dense(MODEL, Order.CROSS_LAYER_HND), 256),
+    _alike("nhd, one rank of 8", dense(ONE_RANK, Order.NHD, LAYERS), 256),
+    _alike("nhd", dense(MODEL, Order.NHD, LAYERS), 256),
+    _alike("nhd, long", dense(SHALLOW, Order.NHD, LAYERS), 4096),
+    _alike("nhd, in sequence", dense(SHALLOW, Order.NHD, LAYERS), 4096, True),
+    _alike("hnd, one region", dense(MODEL, Order.HND), 256),
+    _alike("paired", dense(MODEL, Order.PAIRED_HND, LAYERS), 256),
+    _alike("k beside v", dense(MODEL, Order.BESIDE_HND, LAYERS), 256),
+    _alike("cross-layer", dense(MODEL, Order.CROSS_LAYER_HND), 256),
     Case("cross-layer to hnd", dense(MODEL, Order.CROSS_LAYER_HND), dense(MODEL, Order.HND, LAYERS), 256),
-    Case("mla", dense(LATENT, Order.NHD, LAYERS), dense(LATENT, Order.NHD, LAYERS), 672),
+    _alike("mla", dense(LATENT, Order.NHD, LAYERS), 672),
     Case("nhd, blocks of 64 to 16", dense(WIDE_BLOCKS), dense(MODEL), 256),
     Case("nhd to hnd, row by row", dense(SHALLOW, Order.NHD), dense(SHALLOW, Order.HND), 64),
-    Case("one plane", ONE_PLANE, ONE_PLANE, 256),
-    Case("nhd, one block", dense(MODEL, Order.NHD, LAYERS), dense(MODEL, Order.NHD, LAYERS), 1),
+    _alike("one plane", ONE_PLANE, 256),
+    _alike("nhd, one block", dense(MODEL, Order.NHD, LAYERS), 1),
 )
 
 
@@ -82,16 +75,6 @@ def rows() -> Iterator[dict[str, Any]]:
     """
     for case in CASES:
         yield _row(case)
-
-
-def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Judges the promise about PROMISED from its row, with a plan's fresh memory. Yields nothing without posting."""
-    for row in rows:
-        if row["layout"] == PROMISED.name and row["posted_ns_per_descriptor"] is not None:
-            ns = row["fresh_ns_per_descriptor"] + row["posted_ns_per_descriptor"]
-            ms, size = ns * row["descriptors"] / 1e6, row["bytes"] // row["descriptors"]
-            what = ("ms to plan and post", "verbs", size, row["descriptors"], "no peer")
-            yield {"kind": "bar", **Bar(*what, f"≤ {_MOST_MS}", ms, ms <= _MOST_MS)._asdict()}
 
 
 def _row(case: Case) -> dict[str, Any]:
@@ -130,10 +113,10 @@ def _posted_ns(plan: _core.Plan, descriptors: int) -> float | None:
 
 def _planner(case: Case) -> _core.Planner:
     local, address = [], FIRST_ADDRESS
-    for num_bytes in case.reader.region_bytes():
+    for num_bytes in case.reader.region_bytes:
         local.append((address, num_bytes))
         address += num_bytes
-    remote = case.owner.region_bytes()
+    remote = case.owner.region_bytes
     return _core.Planner(core_layout(case.reader), core_layout(case.owner), local, remote, range(len(remote)))
 
 

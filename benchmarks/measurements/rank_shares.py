@@ -2,7 +2,8 @@
 """Moves what each rank of decode takes from each rank of prefill by bare calls, which is the limit of a migration.
 
 The pieces are computed here, without the planner, and moved by csrc/bench/baselines.h, without the transports. Every
-two ranks that share heads have a thread, and over sockets a stream. The time is from the first call until the last has
+two ranks that share heads have a thread, and over sockets a stream; where there are only two ranks, also as many as
+kvlink may use. The time is from the first call until the last has
 returned.
 """
 
@@ -22,7 +23,7 @@ from kvlink import BlockPool, KVLayout
 from kvlink.layout import assign
 from kvlink.layout.kv_layout import common_layers
 
-from ..harness.baselines import Copy, Memory, copies_from, memory_of
+from ..harness.baselines import Copy, Memory, copies_from, memory_of, thread_counts
 from ..harness.contents import Ids
 from ..harness.processes import OwnerSide
 
@@ -44,6 +45,8 @@ class Request(NamedTuple):
     owner_ids: Ids
     ids: Ids
     tokens: int
+    prefill: int = 0
+    """Which of several prefills has it."""
 
 
 class End(NamedTuple):
@@ -129,11 +132,12 @@ def baselines_between(
     """Opens the baselines between all ranks of prefill and of decode."""
     name = transport.removeprefix("fault+")
     ways: dict[str, list[_Copies]] = {}
+    counts = thread_counts(1 << 30) if len(owners) == len(pools) == 1 else (1,)
     for owner in owners if name != "verbs" else ():
         memory = memory_of(name, owner.side)
         for pool in pools:
             if found := assign(pool.layout, owner.layout):
-                for way, copy in copies_from(name, owner.side).items():
+                for way, copy in copies_from(name, owner.side, counts).items():
                     ways.setdefault(way, []).append(_Copies(owner, memory, copy, pool, found.heads))
     with ThreadPoolExecutor(max(map(len, ways.values()), default=1)) as threads:
         yield Baselines(ways, threads)

@@ -3,13 +3,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from ..harness.block_draws import Fragmentation
+from ..harness.block_draws import Order
 from ..harness.contents import Ids
 
+Row = Mapping[str, Any]
+
 KVLINK, BARE = "kvlink", "bare"
+
+LEAST_MEMORY_BYTES = 64 << 20  # twice the last-level cache of the machines that run this
+_TURN_BYTES = 64 << 20
+_MOST_TRANSFERS = 64
+_MOST_BLOCKS = 1 << 20  # of a pool that tickets can name
+
+
+class Shape(NamedTuple):
+    """The shape of one transfer."""
+
+    block_bytes: int
+    blocks: int
+    spare: int = 1
+    """How many times as much memory there is as one turn needs."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of one transfer."""
+        return self.block_bytes * self.blocks
+
+    @property
+    def transfers(self) -> int:
+        """Returns the number of timed transfers in one turn."""
+        return max(1, min(_TURN_BYTES // self.num_bytes, _MOST_TRANSFERS))
+
+    @property
+    def memory_blocks(self) -> int:
+        """Returns the number of blocks at each end, enough that no block is used twice in a turn."""
+        least = min(LEAST_MEMORY_BYTES // self.block_bytes, _MOST_BLOCKS)
+        return max(least, (1 + self.transfers) * self.blocks * self.spare)
 
 
 class ContenderInfo(NamedTuple):
@@ -44,7 +76,7 @@ class Contender(Protocol):
     info: ContenderInfo
 
     @property
-    def order(self) -> Fragmentation:
+    def order(self) -> Order:
         """Returns how its blocks may follow each other; the bare socket stream gets one run."""
 
     def prepare(self, draws: Sequence[Draw]) -> None:
@@ -58,3 +90,15 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Ends its processes. Idempotent."""
+
+
+def limit_of(row: Row, rows: Iterable[Row]) -> Row | None:
+    """Returns the best of the bare calls that limit `row`. Of two transports on one path, each has its own."""
+    cma = is_cma(row)
+    alike = [each for each in rows if each["peer"] == BARE and "p50_us" in each and is_cma(each) == cma]
+    return min(alike, key=lambda each: float(each["p50_us"]), default=None)
+
+
+def is_cma(row: Row) -> bool:
+    """Returns whether a way reads memory that another library allocated."""
+    return str(row.get("mode")).startswith(("process_vm_readv", "cma", "fault+cma"))

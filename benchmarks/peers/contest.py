@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from kvlink.errors import KVLinkError
 from kvlink.transfer.engine import host_transports
 
 from ..harness.machine import OtherLoad
-from ..harness.quantiles import median_interval, quantiles_us
-from .contender import KVLINK, Contender, ContenderInfo, Draw
+from ..harness.results import verified
+from ..harness.statistics import quantiles_us
+from .contender import KVLINK, Contender, ContenderInfo, Draw, Shape, limit_of
 from .here import Kvlink
 from .modes import HOST, MODES, REPEAT, TCP
 from .pair import Pair
@@ -35,36 +36,13 @@ QUANTILES = (0, 1, *range(5, 100, 5), 99, 99.9, 100)
 """The quantiles of the times in a row, enough to draw their distribution."""
 
 _SEED = 20_251_121
-_LEAST_MEMORY_BYTES = 64 << 20  # twice the last-level cache of the machines that run this
-_TURN_BYTES = 64 << 20
-_MOST_TRANSFERS = 64
 _LEAST_TURNS = 3
 
 
-class Shape(NamedTuple):
-    """The shape of one transfer."""
-
-    block_bytes: int
-    blocks: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the size of one transfer."""
-        return self.block_bytes * self.blocks
-
-    @property
-    def transfers(self) -> int:
-        """Returns the number of timed transfers in one turn."""
-        return max(1, min(_TURN_BYTES // self.num_bytes, _MOST_TRANSFERS))
-
-    @property
-    def memory_blocks(self) -> int:
-        """Returns the number of blocks at each end, enough that no block is used twice in a turn."""
-        return max(_LEAST_MEMORY_BYTES // self.block_bytes, (1 + self.transfers) * self.blocks)
-
-
 @dataclass(slots=True)
-class _Score:
+class Score:
+    """The transfers of one contender so far. `why_not` is the error that ended it."""
+
     us: list[float] = field(default_factory=list)
     cpu_ns: int = 0
     wrong: int = 0
@@ -80,22 +58,20 @@ def rows(
     others = OtherLoad()
     with ExitStack() as stack:
         there, absent = _gather(path, shape, environments, log, stack)
-        tours = [_Score() for _ in there]
-        rng = np.random.default_rng(_SEED)
-        for contender, tour in zip(there, tours, strict=True):
-            _guarded(_tour, contender, tour, shape)
-        scores = [_Score(wrong=tour.wrong, why_not=tour.why_not) for tour in tours]
-        while active := [i for i, score in enumerate(scores) if _goes_on(score, seconds)]:
-            for number in rng.permutation(active):
-                contender, score = there[number], scores[number]
-                _guarded(_turn, contender, score, _draws(contender, rng, shape))
+
+        def left(score: Score) -> int:
+            return shape.transfers if score.turns < _LEAST_TURNS or score.seconds < seconds else 0
+
+        scores = held(there, shape, np.random.default_rng(_SEED), left)
         measured = [_row(c.info, shape, score) for c, score in zip(there, scores, strict=True)]
     busy = others.share()  # all child processes have ended
     ours = {row["mode"]: row["p50_us"] for row in measured if row["peer"] == KVLINK and "p50_us" in row}
     for row in measured:
         times = {f"times_{mode}": row["p50_us"] / us for mode, us in ours.items() if "p50_us" in row}
-        yield row | times | {"other_load": busy}
-    yield from (_row(info, shape, _Score(why_not=why_not)) for info, why_not in absent)
+        limit = limit_of(row, measured) if row["peer"] == KVLINK and "p50_us" in row else None
+        share = {"limit": limit["mode"], "of_limit": limit["p50_us"] / row["p50_us"]} if limit else {}
+        yield row | times | share | {"other_load": busy}
+    yield from (_row(info, shape, Score(why_not=why_not)) for info, why_not in absent)
 
 
 def _gather(
@@ -128,7 +104,7 @@ def _candidates(
     refused = host_transports()
     for transport in TRANSPORTS[path]:
         info = ContenderInfo(KVLINK, transport, path, "", "its defaults")
-        yield info, refused.get(transport, "not built") or partial(Kvlink, transport, path, *memory)
+        yield info, refused.get(transport, "not built") or partial(Kvlink, transport, path, shape, _SEED)
     for mode in (mode for mode in MODES if mode.path == path):
         info = ContenderInfo(mode.peer, mode.name, path, "", mode.settings)
         python = python_of(mode.peer, environments)
@@ -138,7 +114,7 @@ def _candidates(
             yield info, f"not installed: {python} is missing"
 
 
-def _guarded(step: Callable[..., None], contender: Contender, score: _Score, *more: Any) -> None:
+def _guarded(step: Callable[..., None], contender: Contender, score: Score, *more: Any) -> None:
     """Runs a step. A contender that fails is removed, and its processes end."""
     start = time.monotonic()
     try:
@@ -149,11 +125,23 @@ def _guarded(step: Callable[..., None], contender: Contender, score: _Score, *mo
     score.seconds += time.monotonic() - start
 
 
-def _goes_on(score: _Score, seconds: float) -> bool:
-    return not score.why_not and (score.turns < _LEAST_TURNS or score.seconds < seconds)
+def held(
+    contenders: Sequence[Contender], shape: Shape, rng: np.random.Generator, left: Callable[[Score], int]
+) -> list[Score]:
+    """Runs rounds until no contender has transfers left. The first time each touches all of its memory, untimed."""
+    scores = [Score() for _ in contenders]
+    for contender, score in zip(contenders, scores, strict=True):
+        _guarded(_tour, contender, score, shape)
+        score.us, score.cpu_ns, score.turns, score.seconds = [], 0, 0, 0.0
+    while active := [i for i, score in enumerate(scores) if not score.why_not and left(score) > 0]:
+        for number in rng.permutation(active):
+            contender, score = contenders[number], scores[number]
+            draws = _draws(contender, rng, shape, min(left(score), shape.transfers))
+            _guarded(_turn, contender, score, draws)
+    return scores
 
 
-def _tour(contender: Contender, score: _Score, shape: Shape) -> None:
+def _tour(contender: Contender, score: Score, shape: Shape) -> None:
     """Connects, and touches every page of both memories by the path that is measured."""
     everything = np.arange(shape.memory_blocks, dtype=np.uint32)
     parts = np.split(everything, range(shape.blocks, shape.memory_blocks, shape.blocks))
@@ -162,7 +150,7 @@ def _tour(contender: Contender, score: _Score, shape: Shape) -> None:
         _turn(contender, score, [Draw(ids, ids) for ids in whole[at : at + 1 + shape.transfers]])
 
 
-def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:
+def _turn(contender: Contender, score: Score, draws: Sequence[Draw]) -> None:
     contender.prepare(draws)
     moved = contender.move()
     score.wrong += contender.wrong()
@@ -171,10 +159,11 @@ def _turn(contender: Contender, score: _Score, draws: Sequence[Draw]) -> None:
     score.turns += 1
 
 
-def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list[Draw]:
+def _draws(contender: Contender, rng: np.random.Generator, shape: Shape, transfers: int) -> list[Draw]:
     """Draws the blocks of a turn. The first draw has one block, or one run, and only warms up."""
+    count = min(transfers, contender.order.lists_in(shape.memory_blocks, shape.blocks) - 1)
     lists = [
-        contender.order.draw(rng, shape.memory_blocks, 1 + shape.transfers, shape.blocks) for _ in range(2)
+        contender.order.draw(rng, shape.memory_blocks, 1 + max(1, count), shape.blocks) for _ in range(2)
     ]
     first, *others = map(Draw, *lists)
     if contender.info.path == REPEAT:
@@ -182,23 +171,19 @@ def _draws(contender: Contender, rng: np.random.Generator, shape: Shape) -> list
     return [Draw(first.there[: contender.order.run], first.here[: contender.order.run]), *others]
 
 
-def _row(info: ContenderInfo, shape: Shape, score: _Score) -> dict[str, Any]:
+def _row(info: ContenderInfo, shape: Shape, score: Score) -> dict[str, Any]:
     row = {**info._asdict(), "block_bytes": shape.block_bytes, "blocks": shape.blocks}
     if score.why_not or not score.us:
         return row | {"why_not": score.why_not or "no transfer was timed"}
     gib = shape.num_bytes / 2**30
     p50 = float(np.median(score.us))
-    low, high = median_interval(score.us)
     return row | {
         **quantiles_us(score.us),
         "p50_us": p50,
-        "p50_low_us": low,
-        "p50_high_us": high,
         "quantiles_us": np.percentile(score.us, QUANTILES).tolist(),
         "gib_per_s": gib / (p50 / 1e6),
         "gb_per_s": shape.num_bytes / 1e3 / p50,
         "cpu_s_per_gib": score.cpu_ns / 1e9 / (gib * len(score.us)),
-        "transfers": len(score.us),
         "turns": score.turns,
-        "verified": score.wrong == 0,
+        **verified(score.wrong, len(score.us), len(score.us)),
     }

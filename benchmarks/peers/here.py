@@ -8,18 +8,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from statistics import median
 
-from kvlink import BlockPool, PreparedPull, Ticket, Worker, __version__
-from kvlink.layout import Geometry, dense
+from kvlink import PreparedPull, Ticket, Worker, __version__
+from kvlink.layout import dense
 
-from ..harness.baselines import Baseline, baselines_of
+from ..harness.baselines import Baseline, baselines_of, thread_counts
 from ..harness.block_draws import Order
 from ..harness.contents import Contents
-from ..harness.owner import external_pool
+from ..harness.owner import OWN, flat, memory_for, pool_of
 from ..harness.processes import BenchError, owner_process
-from .contender import BARE, KVLINK, ContenderInfo, Draw, Moved
+from .contender import BARE, KVLINK, ContenderInfo, Draw, Moved, Shape
 
 _CPU_TAIL_S = 0.002  # the owner may still process a settle
+_BARE_READS = 500
 
 
 class Kvlink:
@@ -28,21 +30,31 @@ class Kvlink:
     cma is for memory that kvlink did not allocate, so it uses the peers' kind of memory; shm and tcp use kvlink's own.
     """
 
-    order = Order()
-
-    def __init__(self, transport: str, path: str, block_bytes: int, num_blocks: int, seed: int) -> None:
-        geometry = Geometry(
-            num_layers=1, total_heads=1, row_bytes=block_bytes, num_blocks=num_blocks, block_tokens=1,
-            planes_per_layer=1, dtype="uint8", model="bench",
-        )  # fmt: skip
+    def __init__(
+        self,
+        transport: str,
+        path: str,
+        shape: Shape,
+        seed: int,
+        memory: str = "",
+        order: Order | None = None,
+    ) -> None:
+        self.order = order or Order()
+        geometry, memory = flat(shape.block_bytes, shape.memory_blocks), memory or memory_for(transport)
         layout = dense(geometry)
-        external = transport == "cma"
-        settings = f"its defaults, {'memory of the same kind as the peers' if external else 'memory that it allocated'}"
+        self._threads = thread_counts(shape.num_bytes if shape.blocks > 1 else 0)
+        settings = (
+            f"its defaults, memory that {'it' if memory == OWN else 'another library'} allocated ({memory})"
+        )
         self.info = ContenderInfo(KVLINK, transport, path, __version__, settings)
+        here = transport.removeprefix("fault+") == "loopback"
         with ExitStack() as stack:
-            self._owner = stack.enter_context(owner_process(geometry, seed, transport, external=external))
-            pool = external_pool(layout) if external else BlockPool.allocate(layout)
-            self._worker = stack.enter_context(Worker(pool, "bench-reader", transports=transport))
+            self._owner = stack.enter_context(
+                owner_process(geometry, seed, transport, here=here, memory=memory)
+            )
+            self._worker = stack.enter_context(
+                Worker(pool_of(layout, memory), "bench-reader", transports=transport)
+            )
             self._stack = stack.pop_all()
         self._contents = Contents(layout, seed)
         self._requests = map("peers-{}".format, count())
@@ -90,7 +102,7 @@ class Kvlink:
 
     def bare(self) -> Iterator[Bare]:
         """Yields the bare ways on this memory."""
-        for baseline in baselines_of(self.info.mode, self._owner, self._worker.pool):
+        for baseline in baselines_of(self.info.mode, self._owner, self._worker.pool, self._threads):
             yield Bare(self, baseline)
 
     def _pull(self, number: int) -> float:
@@ -106,7 +118,20 @@ class Kvlink:
         if not stats.settled:
             raise BenchError(f"{pull!r} returned before it was settled")
         self.ran_inline = stats.ran_inline
+        self._last = pull
         return took_us
+
+    @property
+    def lanes(self) -> int:
+        """Returns how many lanes the last pull had."""
+        return self._last.explain()[0].lanes
+
+    def bare_read_us(self) -> float:
+        """Returns the time of the transport to read one block without plan, lease and Python, like ib_read_lat."""
+        (peer,) = self._worker.peers()
+        layout, to = self._worker.pool.layout, self._worker.pool.regions[0].address
+        offsets = (index % layout.num_blocks * layout.block_bytes for index in range(_BARE_READS))
+        return median(peer.connection.time_read(0, at, to, layout.block_bytes) for at in offsets) / 1000
 
 
 class Bare:

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from kvlink.errors import ConfigError
 
-from ..harness.quantiles import without_intervals
 from . import contest
-from .bars import bars
-from .contest import Shape
+from .contender import Shape
 from .modes import NOT_RUN, PATHS
 
 _BLOCK_BYTES, _BLOCKS = (4 << 10, 16 << 10, 64 << 10), (256, 4096)
@@ -22,7 +20,6 @@ SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS),
 
 _MOST_BYTES = 512 << 20  # of one transfer; every contender has twice that at each end
 _WORD_BYTES = 8
-_LONG = {"kind", "version", "settings", "p90_us", "p999_us", "quantiles_us", "gb_per_s", "turns"}
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
@@ -65,14 +62,4 @@ def contests(
         for name in path.split(",")
         for shape in wanted
     ]
-    return [({"kind": "peers", **row} for row in part) for part in (absent, *held)]
-
-
-def brief(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row that fits a screen."""
-    return without_intervals(row, _LONG)
-
-
-def verdicts(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields one row for each promise that these rows concern."""
-    return ({"kind": "bar", **bar._asdict()} for bar in bars(rows))
+    return [absent, *held]

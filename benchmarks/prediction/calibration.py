@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvlink.errors import ConfigError
-from kvlink.transfer.cost_model import Cost
+from kvlink.transfer.cost_model import PRIORS, Cost
 
-_MOST_ROWS = 100_000
+from ..harness.results import number, read_rows
+
 LEAST_SHAPES = 3
+CONTROL_US = 1200.0
+"""A handoff without its transfer: `kvlink bench migrate` of 16 tokens over shm on a 2-core cloud machine, 10 runs."""
+
+_ASSUMED = (0.5, 2.0)  # of costs that were not fitted here
 
 
 class Sample(NamedTuple):
@@ -36,6 +41,18 @@ class Fit(NamedTuple):
     cost: Cost
     samples: int
     errors: tuple[float, ...]
+
+    @classmethod
+    def assumed(cls, cost: Cost = PRIORS["verbs"]) -> Fit:
+        """Returns a model that was fitted to nothing here."""
+        return cls(cost, 0, ())
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Returns between which multiples of a prediction the times of all samples were, each not in its fit."""
+        if not self.errors:
+            return _ASSUMED
+        return min(1.0, 1 / (1 + max(self.errors))), max(1.0, 1 / (1 + min(self.errors)))
 
     @property
     def worst(self) -> float | None:
@@ -95,27 +112,22 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = defaultdict(list)
     for row in rows:
         transport = row.get("transport") or (row.get("mode") if row.get("peer") == "kvlink" else None)
-        if row.get("order", "random") != "random" or "p50_us" not in row or "block_bytes" not in row:
+        if row.get("order", "random") != "random" or row.get("p50_us") is None or "block_bytes" not in row:
             continue
         if isinstance(transport, str):
-            blocks, size, us = (_number(row, name) for name in ("blocks", "block_bytes", "p50_us"))
+            blocks, size, us = (number(row, name, 1e15) for name in ("blocks", "block_bytes", "p50_us"))
             found[transport].append(Sample(round(blocks), round(blocks * size), us))
     return found
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a results file, one per line; other lines are ignored. Raises ConfigError."""
-    try:
-        with path.open() as file:
-            for number, line in enumerate(file):
-                if number >= _MOST_ROWS:
-                    raise ConfigError(f"{path} has more than {_MOST_ROWS} lines, so it is not a results file")
-                if line.startswith("{"):
-                    row = json.loads(line)
-                    if isinstance(row, dict):
-                        yield row
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a results file of JSON lines: {error}") from error
+def control_us_of(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Returns the time of a handoff without its transfer: offer, claim and settle, of rows of `kvlink bench migrate`.
+
+    Requests of several slots wait for each other, so their rows do not count. Without any it is CONTROL_US.
+    """
+    parts = ("offer_us", "claim_us", "validate_us", "settle_us")
+    alone = [row for row in rows if row.get("kind") == "migrate" and row.get("slots") == 1]
+    return median(sum(number(row, part) for part in parts) for row in alone) if alone else CONTROL_US
 
 
 def fits_of(path: Path) -> dict[str, Fit]:
@@ -128,10 +140,3 @@ def fits_of(path: Path) -> dict[str, Fit]:
             "`kvlink bench pull --json` or `kvlink bench peers --json`"
         )
     return {name: cross_validated(samples) for name, samples in enough.items()}
-
-
-def _number(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e15:
-        raise ConfigError(f"a row of the results has {name} {value!r}")
-    return float(value)

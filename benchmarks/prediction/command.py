@@ -3,22 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from kvlink.cli.tables import show_rows
 from kvlink.transfer.cost_model import PRIORS, Cost
 
-from ..harness.options import ModelName
+from ..harness.options import Gbps, Json, ModelName, Nics
+from ..harness.results import Record, read_rows
+from ..workloads.block_budget import Degrees
 from ..workloads.models import BLOCK_TOKENS, model_of
-from .calibration import Fit, fits_of
-from .machines import Machine, request_of
-from .path import Path as Way
-from .path import Request
+from .calibration import Fit, control_us_of, fits_of
+from .paths import Machine, Request, request_of
+from .paths import Path as Way
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -29,22 +29,21 @@ Row = dict[str, Any]
 @app.command()
 def predict(
     model: ModelName = "llama-3.1-70b",
-    model_config: Annotated[
-        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
-    ] = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Move a request of this many tokens; may be repeated. [1024, 8192, 32768]"),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Use this many ranks on each side.")] = 8,
+    tp: Annotated[
+        str,
+        typer.Option(help="Use this many ranks on each side, or a pair such as 2:4 for prefill and decode."),
+    ] = "8",
+    pp: Annotated[str, typer.Option(help="Use these pipeline stages of prefill and decode.")] = "1:1",
     block_tokens: Annotated[int, typer.Option(min=1, help="Use blocks of this many tokens.")] = BLOCK_TOKENS,
     run: Annotated[
         int, typer.Option(min=1, help="Assume runs of this many contiguous blocks at the owner.")
     ] = 1,
-    nics: Annotated[
-        int, typer.Option(min=1, max=1024, help="Use this many NICs on each side, for all ranks.")
-    ] = 8,
-    gbps: Annotated[float, typer.Option(min=0.1, help="Use NICs of this many Gb/s.")] = 400.0,
+    nics: Nics = 8,
+    gbps: Gbps = 400.0,
     mtu: Annotated[
         int, typer.Option(min=256, max=4096, help="Use this path MTU of the fabric, in bytes.")
     ] = 4096,
@@ -53,80 +52,81 @@ def predict(
     ] = False,
     pcie: Annotated[int, typer.Option(min=3, max=6, help="Use this PCIe generation with 16 lanes.")] = 5,
     nvlink: Annotated[int, typer.Option(min=4, max=5, help="Use this NVLink generation.")] = 4,
-    prefill_ms: Annotated[
-        float, typer.Option(min=0, help="Assume a prefill time of this many ms. 0 omits the overlap.")
-    ] = 0.0,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="Fit cost models to these results of `kvlink bench pull --json` or `bench peers --json`."
+            help="Fit cost models to these results of `kvlink bench pull --json` or `bench peers --json`, and the "
+            "control plane to those of `bench migrate --json`."
         ),
     ] = None,
-    published: Annotated[
-        bool, typer.Option("--published", help="Show Mooncake's published table and its prediction instead.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Predict the move of a request: time, bottleneck, what GPUDirect saves, and the NICs that hide
-    it behind prefill.
-    """
-    if published:
-        from .published import rows as published_rows
+    """Predict the handoff of a request: time, bottleneck, and what GPUDirect saves.
 
-        show_rows(published_rows(), as_json, "Mooncake's table, predicted from its first and last row")
-        return
+    ms has the control plane; ms_from and ms_to are the ends of its error.
+    """
+    record = Record("predict", as_json)
     fits = fits_of(calibrate) if calibrate else {}
     if fits:
-        show_rows(_fit_rows(fits), as_json, f"fitted to {calibrate}")
-    costs = {name: fits[name].cost if name in fits else PRIORS[name] for name in _HOST_PATHS}
-    ways = Machine(nics, gbps, mtu, infiniband, pcie, nvlink).paths(tp)
-    meant = model_of(str(model_config or model))
+        record.show("fit", [_fit_rows(fits)], title=f"fitted to {calibrate}")
+    control_ms = control_us_of(read_rows(calibrate) if calibrate else ()) / 1e3
+    degrees = Degrees.parse(tp, pp)
+    ranks = max(
+        degrees.prefill * degrees.prefill_stages, (degrees.decode or degrees.prefill) * degrees.decode_stages
+    )
+    ways, meant = (
+        Machine(nics, gbps, mtu, infiniband, pcie, nvlink).paths(ranks),
+        model_of(model),
+    )
     rows = (
         {"model": meant.name, "tokens": count, **row}
         for count in tokens or [1024, 8192, 32_768]
-        for row in rows_of(request_of(meant, count, tp, block_tokens, run), ways, costs, tp, prefill_ms)
+        for row in rows_of(
+            request_of(meant, count, degrees, block_tokens, run), ways, fits, ranks, control_ms
+        )
     )
-    show_rows(rows, as_json, f"predicted at TP {tp}")
+    record.show("prediction", [rows], title=f"predicted at TP {tp}, PP {pp}")
+    record.end()
 
 
 def rows_of(
-    request: Request, ways: list[Way], costs: dict[str, Cost], ranks: int, prefill_ms: float
+    request: Request,
+    ways: list[Way],
+    fits: Mapping[str, Fit],
+    ranks: int,
+    control_ms: float,
 ) -> Iterator[Row]:
     """Yields one row per path; the first one is GPUDirect. Paths within a host take each rank's share separately."""
-    gib = request.num_bytes / 2**30
-    direct_ms = ways[0].predict(request).total_ms
+    direct_ms = ways[0].predict(request).total_ms + control_ms
     for way in ways:
         found = way.predict(request)
-        row = {
-            "gib": gib,
-            "pieces": request.pieces,
-            "path": found.path,
-            "ms": found.total_ms,
-            "gib_per_s": found.gib_per_s(request.num_bytes),
-            "bottleneck": found.bottleneck,
-            "over_gpudirect": found.total_ms / direct_ms,
-        }
-        yield row | (_overlap(way, request, prefill_ms, found.total_ms) if prefill_ms else {})
-    for name, cost in costs.items():
-        ms = cost.predict_us(request.pieces // ranks, request.num_bytes // ranks) / 1e3
-        yield {
-            "gib": gib,
-            "pieces": request.pieces,
-            "path": name,
-            "ms": ms,
-            "gib_per_s": gib / (ms / 1e3),
-            "bottleneck": _largest(cost, request, ranks),
-            "over_gpudirect": ms / direct_ms,
-        }
+        yield _row(
+            request, found.path, found.total_ms, control_ms, found.bottleneck, Fit.assumed(), direct_ms
+        )
+    for name in _HOST_PATHS:
+        fit = fits.get(name) or Fit.assumed(PRIORS[name])
+        ms = fit.cost.predict_us(request.pieces // ranks, request.num_bytes // ranks) / 1e3
+        yield _row(request, name, ms, control_ms, _largest(fit.cost, request, ranks), fit, direct_ms)
 
 
-def _overlap(way: Way, request: Request, prefill_ms: float, whole_ms: float) -> Row:
-    exposed_ms = way.exposed_ms(request, prefill_ms)
+def _row(
+    request: Request, path: str, ms: float, control_ms: float, bottleneck: str, fit: Fit, direct_ms: float
+) -> Row:
+    gib = request.num_bytes / 2**30
+    least, most = fit.factors
+    whole = ms + control_ms
     return {
-        "of_ttft": whole_ms / (whole_ms + prefill_ms),
-        "layer_wise_ms": exposed_ms,
-        "layer_wise_pays": exposed_ms < whole_ms,
-        "rails_to_hide": way.rails_to_hide(request, prefill_ms) or "never",
+        "path": path,
+        "ms": whole,
+        "ms_from": whole * least,
+        "ms_to": whole * most,
+        "error_of": "other shapes" if fit.errors else "assumed",
+        "gib": gib,
+        "pieces": request.pieces,
+        "control_ms": control_ms,
+        "gib_per_s": gib / (ms / 1e3),
+        "bottleneck": "control plane" if control_ms > ms else bottleneck,
+        "over_gpudirect": whole / direct_ms,
     }
 
 
@@ -139,7 +139,7 @@ def _largest(cost: Cost, request: Request, ranks: int) -> str:
     return max(terms, key=lambda name: terms[name])
 
 
-def _fit_rows(fits: dict[str, Fit]) -> Iterator[Row]:
+def _fit_rows(fits: Mapping[str, Fit]) -> Iterator[Row]:
     """Yields the fits. Errors are those of shapes that the model had not seen; absent if there are too few."""
     for name, fit in fits.items():
         yield {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements `kvlink report`: benchmark results on one page that opens anywhere, without a network.
+"""Implements `kvlink report` and `kvlink bench compare`: results on one page that needs no network, and their changes.
 
-measures.py reads rows, comparison.py compares two files, charts.py draws (matplotlib), page.py writes.
+comparison.py compares runs, page.py decides what a page says, html.py writes it, summary.py draws the README's charts.
 """

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,9 @@ import typer
 
 from kvlink.errors import ConfigError
 
-from ..prediction.calibration import read_rows
-from .measures import results_of
+from ..harness.results import read_rows
+from .comparison import side_of
+from .page import results_of, write
 from .summary import write_charts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -21,7 +24,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Read the output of `kvlink bench … --json`; two files are compared.")
+        list[Path],
+        typer.Argument(
+            help="Read the output of `kvlink bench … --json`, of one run or several; two files are compared."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the page here.")] = Path(
         "report.html"
@@ -30,42 +36,42 @@ def report(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Draw a summary file, such as docs/benchmarks/peers.json, as a light and a dark SVG into this folder "
-            "instead.",
+            help="Draw summary files, such as docs/benchmarks/figures/peers.json, as SVG into this folder instead.",
         ),
     ] = None,
     title: Annotated[str, typer.Option(help="Use this title instead of the host and date of the run.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV instead.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line with the path, and nothing else.")
     ] = False,
 ) -> None:
     """Draw benchmark results on one page that opens anywhere, without a network."""
     if chart is not None:
-        written = [str(path) for summary in results for path in write_charts(summary, chart)]
+        written = [str(write_charts(summary, chart)) for summary in results]
         typer.echo(json.dumps({"charts": written}) if as_json else "\n".join(written))
         return
-    number = _write_page(results, output, title)
-    ready = {"report": str(output.resolve()), "measurements": number}
-    typer.echo(json.dumps(ready) if as_json else f"{output}: {number} measurements")
-
-
-def _write_page(results: list[Path], output: Path, title: str) -> int:
-    """Returns the number of measurements on the page."""
-    try:
-        from .page import write
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("matplotlib"):
-            raise
-        raise ConfigError("the report needs matplotlib; run pip install 'kvlink[report]'") from error
-
-    found = [results_of(path.stem, read_rows(path)) for path in results]
+    if as_csv:
+        typer.echo(_csv(results), nl=False)
+        return
+    found = [results_of(path.stem, side_of(path)) for path in results]
     for path, each in zip(results, found, strict=True):
-        if not (each.measures or each.phases or each.absent or each.fleets or each.validated or each.growths):
-            raise ConfigError(
-                f"{path} has no row of kvlink bench pull, peers, migrate or growth, or of kvlink simulate"
-            )
+        if not each.num_rows:
+            raise ConfigError(f"{path} has no row of kvlink bench, predict or simulate")
     try:
         output.write_text(write(found, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error}") from error
-    return sum(len(each.measures) for each in found)
+    number = sum(each.num_rows for each in found)
+    ready = {"report": str(output.resolve()), "measurements": number}
+    typer.echo(json.dumps(ready) if as_json else f"{output}: {number} measurements")
+
+
+def _csv(results: list[Path]) -> str:
+    rows = [row for path in results for row in read_rows(path)]
+    text = io.StringIO()
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a chart of a few bars, such as the README's, from a summary of measurements, for light and dark pages."""
+"""Draws a chart of bars, such as the README's, from a summary of measurements, for light and dark pages and phones."""
 
 from __future__ import annotations
 
@@ -7,88 +7,89 @@ import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from kvlink.errors import ConfigError
 
-COLOURS = {
-    "light": {
-        "ours": "#0b62d6",
-        "other": "#b4532a",
-        "limit": "#8a8f98",
-        "text": "#1f2328",
-        "faint": "#59636e",
-    },
-    "dark": {
-        "ours": "#58a6ff",
-        "other": "#e0834f",
-        "limit": "#6e7681",
-        "text": "#e6edf3",
-        "faint": "#9198a1",
-    },
-}
-WIDTH, ROW, LABEL, BAR = 720, 24, 130, 500
+KINDS = ("ours", "other", "limit")
+_STYLE = """<style>
+  .ground { fill: #ffffff } text { fill: #1f2328 } .faint { fill: #59636e } .mark { stroke: #1f2328 }
+  .ours { fill: #0b62d6 } .other { fill: #b4532a } .limit { fill: #8a8f98 }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #0d1117 } text { fill: #e6edf3 } .faint { fill: #9198a1 } .mark { stroke: #e6edf3 }
+    .ours { fill: #58a6ff } .other { fill: #e0834f } .limit { fill: #6e7681 }
+  }
+</style>"""
+WIDTH, EDGE, ROW, LABEL, BAR = 560, 10, 24, 190, 290
+_LETTERS, _SMALL_LETTERS = 62, 92
+"""How many letters fit into a line of the title, and of what was measured."""
 
 
-def _text(x: float, y: float, size: int, colour: str, text: str, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}"{more}>{escape(text)}</text>'
+def _text(x: float, y: float, size: int, text: str, more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{more}>{escape(text)}</text>'
 
 
-def _lines(data: dict[str, Any], colours: dict[str, str]) -> Iterator[str]:
-    y = 22.0
-    yield _text(
-        0,
-        y,
-        15,
-        colours["text"],
-        "Time to move 256 scattered blocks (ms, less is better)",
-        ' font-weight="600"',
-    )
+def _panel(panel: dict[str, Any], y: float) -> Iterator[str]:
+    yield _text(EDGE, y, 13, panel["title"], ' font-weight="600"')
+    mark = panel.get("mark", 0)
+    top, longest = y, max(mark, *(value for _, value, _ in panel["bars"]))
+    for name, value, kind in panel["bars"]:
+        y += ROW
+        width = max(BAR * value / longest, 2)
+        yield _text(LABEL - 8, y, 13, name, ' text-anchor="end"')
+        yield (
+            f'<rect x="{LABEL}" y="{y - 13:g}" width="{width:.1f}" height="17" rx="2" '
+            f'class="{KINDS[KINDS.index(kind)]}"/>'
+        )
+        yield _text(LABEL + (BAR if mark else round(width, 1)) + 8, y, 13, f"{value:,g}")
+    if mark:
+        x = LABEL + BAR * mark / longest
+        yield f'<path class="mark" stroke-dasharray="4 3" d="M{x:.1f} {top + 8:g}V{y + 6:g}"/>'
+
+
+def drawn(data: dict[str, Any]) -> str:
+    """Returns the SVG. Its colours follow the reader's choice of light or dark."""
+    lines, y = [], 4.0
+    for line in wrap(data["title"], _LETTERS):
+        y += 20
+        lines.append(_text(EDGE, y, 14, line, ' font-weight="600"'))
     for panel in data["panels"]:
-        y += 32
-        yield _text(0, y, 13, colours["text"], panel["title"])
-        longest = max(value for _, value, _ in panel["bars"])
-        for name, value, kind in panel["bars"]:
-            y += ROW
-            width = BAR * value / longest
-            yield _text(LABEL - 8, y, 13, colours["text"], name, ' text-anchor="end"')
-            yield f'<rect x="{LABEL}" y="{y - 13:g}" width="{width:.1f}" height="17" rx="2" fill="{colours[kind]}"/>'
-            yield _text(LABEL + round(width, 1) + 8, y, 13, colours["text"], f"{value:g}")
-    yield _text(0, y + 30, 11, colours["faint"], data["run"])
-
-
-def drawn(data: dict[str, Any], colours: dict[str, str]) -> str:
-    """Returns one SVG."""
-    rows = sum(len(panel["bars"]) for panel in data["panels"])
-    height = 22 + 32 * len(data["panels"]) + ROW * rows + 40
+        lines += _panel(panel, y + 32)
+        y += 32 + ROW * len(panel["bars"])
+    y += 12
+    for line in wrap(data["run"], _SMALL_LETTERS):
+        y += 17
+        lines.append(_text(EDGE, y, 11, line, ' class="faint"'))
     what = "; ".join(
-        f"{panel['title']}: " + ", ".join(f"{name} {value:g} ms" for name, value, _ in panel["bars"])
+        f"{panel['title']}: " + ", ".join(f"{name} {value:,g}" for name, value, _ in panel["bars"])
         for panel in data["panels"]
     )
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 14:g}" '
+            f'viewBox="0 0 {WIDTH} {y + 14:g}" role="img" '
             'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-            f"<title>{escape(what)}</title>",
-            *_lines(data, colours),
+            f"<title>{escape(data['title'])}. {escape(what)}</title>",
+            _STYLE,
+            '<rect class="ground" width="100%" height="100%" rx="8"/>',
+            *lines,
             "</svg>\n",
         )
     )
 
 
-def write_charts(summary: Path, folder: Path) -> list[Path]:
-    """Writes NAME-light.svg and NAME-dark.svg, with the name of the summary. Raises ConfigError.
+def write_charts(summary: Path, folder: Path) -> Path:
+    """Writes NAME.svg, with the name of the summary, and returns its path. Raises ConfigError.
 
-    The summary is a JSON object: `run` says on what, where and when, and each of `panels` has a `title` and `bars` of
-    [name, milliseconds, "ours", "other" or "limit"].
+    The summary is a JSON object: `title` says what the bars are and in which unit, `run` says on what, where and
+    when, and each of `panels` has a `title`, `bars` of [name, number, "ours", "other" or "limit"],
+    and perhaps a `mark`, a number at which a line is drawn.
     """
     try:
-        data = json.loads(summary.read_text())
-        texts = {theme: drawn(data, colours) for theme, colours in COLOURS.items()}
+        text = drawn(json.loads(summary.read_text()))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{summary} is no summary of measurements: {error!r}") from error
-    written = []
-    for theme, text in texts.items():
-        written.append(folder / f"{summary.stem}-{theme}.svg")
-        written[-1].write_text(text)
+    written = folder / f"{summary.stem}.svg"
+    written.write_text(text)
     return written

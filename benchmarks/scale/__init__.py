@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of a large fleet for one coordinator, and how that grows with the fleet.
 
-`parts(…)` runs `kvlink coordinator` and load processes on this host. fleet.py has workers that join and are idle,
-losses.py workers that come back, watchers.py the notification of changes, crowd.py the simulated workers, and growth.py
-the exponents.
+`parts(…)` runs `kvlink coordinator` and load processes on this host. phases.py has what is measured, crowd.py the
+simulated workers.
 """
 
 from __future__ import annotations
@@ -12,31 +11,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from ..harness.etcd import EtcdCluster
+from ..harness.statistics import exponents
 from ..measurements.control import Row
 from ..measurements.coordinator_replicas import Replica
-from .crowds import crowds
-from .fleet import fleet, joining
-from .growth import exponents
-from .load import Load
-from .losses import lost_replica
-from .usage import keep_to_last_core
-from .watchers import fan_out, watch_each_other
+from .crowd import crowds
+from .load import Load, keep_to_last_core
+from .phases import fan_out, fleet, joining, lost_replica
 
 MEMORY, ETCD = "memory", "etcd"
-_WATCH_EACH_OTHER = 128
-"""The largest number of workers: n of them take n² deliveries."""
+_WATCHERS = 4_000
+"""The largest number of watchers: each gets the cards of as many workers first."""
 _COSTS = {
     "join": ("cpu_s", "store_cpu_s"),
     "memory": ("private_mib",),
     "idle": ("core_percent", "store_core_percent"),
     "tickets": ("private_mib",),
+    "handoffs": ("cpu_us", "store_cpu_us"),
+    "streamed handoffs": ("cpu_us", "store_cpu_us"),
     "restart": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "lost replica": ("cpu_s", "all_joined_s", "store_cpu_s"),
     "first list": ("cpu_ms", "list_bytes"),
     "fan-out": ("cpu_ms_per_event", "last_p50_ms"),
-    "watch each other": ("cpu_s", "deliveries"),
 }
-"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out)."""
+"""By phase, the costs that must grow at most linearly with the number of workers (of watchers for the fan-out).
+
+Those of a handoff must not grow."""
 
 _JOINING_LEASE_S = 600.0
 """The lease while workers join. They send four heartbeats per lease, so a short one would add to joining."""
@@ -74,8 +73,8 @@ def parts(
 
     def of(count: int) -> Iterator[Row]:
         phases: list[tuple[Phase, int, float]] = [(joining, 1, _JOINING_LEASE_S)] * joinings
-        phases += [(joined, 1, lease_s), (watched, 1, lease_s)]
-        phases += [(watch_each_other, 1, lease_s)] if count <= _WATCH_EACH_OTHER else []
+        phases += [(joined, 1, lease_s)]
+        phases += [(watched, 1, lease_s)] if count <= _WATCHERS else []
         phases += [(lost, 2, lease_s)] if store != MEMORY else []
         for phase, replicas, lasting_s in phases:
             with _load(store, replicas, processes, lasting_s) as load:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs many workers and watchers in one process: real clients and sessions, each over its own connection."""
+"""Runs many workers and watchers in a few processes: real clients and sessions, each over its own connection."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from kvlink.control import Claim, CoordinatorClient, Offer, Security, Session
@@ -18,7 +22,8 @@ from kvlink.control.security.reloading_channel import Options
 from kvlink.layout import dense
 from kvlink.types import Joined, TransportCard, WorkerCard
 
-from ..measurements.control import card
+from ..harness.processes import BenchError
+from ..measurements.control import card, in_processes, one_from_each
 from ..workloads.models import MODELS
 
 T = TypeVar("T")
@@ -27,6 +32,7 @@ _TICKET_BYTES = 1_100  # the ticket of 4,096 tokens in blocks of 16
 _TTL_S = 3_600.0
 _AT_ONCE = 32
 """The number of calls that one process has in flight."""
+_STREAMS = 8
 _WITHIN_S = 60.0
 _EVERY_S = 0.01
 _REPORT = WorkerReport(
@@ -51,7 +57,6 @@ class Crowd:
         self._missing: list[tuple[Session, int]] = []
         self._offers: list[Offer] = []
         self._watching: list[asyncio.Task[None]] = []
-        self._known: Counter[int] = Counter()
         self._seen: defaultdict[int, list[float]] = defaultdict(list)
         self._beats: Counter[int] = Counter()
 
@@ -76,6 +81,19 @@ class Crowd:
             claims = [handoffs.claim(Claim(offer.request_id, _WITHIN_S)) for offer in self._offers]
             brought = await asyncio.gather(*claims, return_exceptions=True)
         return brought == [[offer.ticket] for offer in self._offers]
+
+    async def hand_off(self, count: int, batched: bool = False) -> bool:
+        """Makes `count` handoffs from each worker here to the next. Returns whether each claim got its own ticket."""
+        pairs = list(zip(self._sessions, [*self._sessions[1:], self._sessions[0]], strict=True))
+        if batched:
+            pairs = pairs[:_STREAMS]
+        each = -(-count // len(pairs))
+        jobs = [_hand_off(*pair, range(each), batched) for pair in pairs]
+        return all(await _few_at_once(jobs))
+
+    async def hand_off_in_streams(self, count: int) -> bool:
+        """Makes handoffs like `hand_off`, in a few streams."""
+        return await self.hand_off(count, batched=True)
 
     async def beats(self) -> tuple[int, int]:
         """Returns how many heartbeats were sent so far, and how often workers had to join again."""
@@ -114,14 +132,7 @@ class Crowd:
 
     async def watch(self, count: int) -> None:
         """Starts `count` watchers of all workers."""
-        for number in range(count):
-            self._watching.append(asyncio.create_task(self._watch(number, self._client())))
-
-    async def all_known(self, workers: int) -> int:
-        """Waits until every watcher knows `workers` workers. Returns how many cards they got."""
-        watchers = range(len(self._watching))
-        await _until(lambda: all(self._known[number] >= workers for number in watchers))
-        return self._known.total()
+        self._watching += [asyncio.create_task(self._watch(self._client())) for _ in range(count)]
 
     async def seen(self, mark: int) -> list[float]:
         """Returns when each watcher saw the card with this mark."""
@@ -132,10 +143,9 @@ class Crowd:
         worker, client = make_card(f"worker-{self._index}-{number}"), self._client()
         return client, await Session.join(client, worker, _ignore, _WITHIN_S, partial(self._report, number))
 
-    async def _watch(self, number: int, client: CoordinatorClient) -> None:
+    async def _watch(self, client: CoordinatorClient) -> None:
         async for change in client.watch():
             if change.what is Joined.UP:
-                self._known[number] += 1
                 self._seen[change.card.region_bytes[0]].append(time.monotonic())
 
     def _client(self) -> CoordinatorClient:
@@ -171,6 +181,27 @@ def _offer(worker: WorkerCard, number: int) -> Offer:
     return Offer(request_id, worker.worker_id, worker.epoch, _TTL_S, 0, 1, 1, ticket)
 
 
+async def _hand_off(
+    owner: tuple[CoordinatorClient, Session],
+    reader: tuple[CoordinatorClient, Session],
+    numbers: range,
+    batched: bool,
+) -> bool:
+    offers = [_offer(owner[1].card, number)._replace(ttl_s=_WITHIN_S) for number in numbers]
+    offers = [offer._replace(request_id=f"now-{batched}-{offer.request_id}") for offer in offers]
+    if not batched:
+        brought = []
+        for offer in offers:
+            await owner[0].offer(offer)
+            brought.append(await reader[0].claim(offer.request_id, _WITHIN_S))
+        return brought == [[offer.ticket] for offer in offers]
+    async with owner[0].handoffs() as out, reader[0].handoffs() as into:
+        sent = [out.offer(offer) for offer in offers]
+        brought = await asyncio.gather(*(into.claim(Claim(offer.request_id, _WITHIN_S)) for offer in offers))
+        await asyncio.gather(*sent)
+    return brought == [[offer.ticket] for offer in offers]
+
+
 def _ignore(slot: int, nonce: int) -> None:
     """Ignores a settle: there are none."""
 
@@ -193,3 +224,60 @@ async def _until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while not holds() and time.monotonic() < deadline:
         await asyncio.sleep(_EVERY_S)
+
+
+class Crowds:
+    """Calls methods of every Crowd. Raises BenchError if one failed."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def each(self, do: str, *arguments: object) -> list[Any]:
+        """Sends the same arguments to all. Returns each one's answer."""
+        return self._ask([(do, arguments)] * len(self._pipes))
+
+    def shared_out(self, do: str, count: int) -> list[Any]:
+        """Sends each one its part of `count`."""
+        parts = len(self._pipes)
+        return self._ask([(do, ((count + index) // parts,)) for index in range(parts)])
+
+    def _ask(self, calls: list[tuple[str, tuple[object, ...]]]) -> list[Any]:
+        try:
+            for pipe, call in zip(self._pipes, calls, strict=True):
+                pipe.send(call)
+            answers = one_from_each(self._pipes)
+        except (EOFError, OSError):
+            raise BenchError("a load process ended; see its messages above") from None
+        for _, error in answers:
+            if error:
+                raise BenchError(f"a load process could not {calls[0][0]}: {error}")
+        return [answer for answer, _ in answers]
+
+
+@contextmanager
+def crowds(address: str, processes: int) -> Iterator[Crowds]:
+    """Runs `processes` load processes."""
+    with in_processes(_run, processes, address) as pipes:
+        yield Crowds(pipes)
+
+
+def _run(pipe: Connection, index: int, address: str) -> None:
+    logging.getLogger("kvlink").setLevel(
+        logging.CRITICAL
+    )  # otherwise a thousand workers log that they lost the coordinator
+
+    async def serve() -> None:
+        crowd = Crowd(address, index)
+        while (call := await asyncio.to_thread(pipe.recv)) is not None:
+            do, arguments = call
+            pipe.send(await _answer(crowd, do, arguments))
+        os._exit(0)  # a thousand farewells would take longer than the measurement
+
+    asyncio.run(serve())
+
+
+async def _answer(crowd: Crowd, do: str, arguments: tuple[object, ...]) -> tuple[Any, str]:
+    try:
+        return await getattr(crowd, do)(*arguments), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

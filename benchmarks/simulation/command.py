@@ -3,32 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvlink.cli.tables import print_json, show_parts, show_rows
 from kvlink.errors import ConfigError
 from kvlink.transfer.cost_model import PRIORS, Cost
 
-from ..harness.options import ModelName
-from ..prediction.calibration import fits_of
-from ..prediction.machines import Machine
-from ..prediction.path import Path as Way
+from ..harness.options import Gbps, Json, ModelName, Nics, names_of
+from ..harness.results import Record, read_rows
+from ..prediction.calibration import control_us_of, fits_of
+from ..prediction.paths import Machine
+from ..prediction.paths import Path as Way
 from ..workloads.models import Model, model_of
 from ..workloads.traces import requests_of
-from .curve import SIZES, Scene, rows
-from .workload import Move, path_of
+from .fleets import SIZES, Move, Scene, path_of, rows
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 _MOST_WORKERS = 1 << 16
-_LONG = {
-    "kind", "path", "model", "tp", "rails", "load", "popular", "fails_after", "pulls", "lease_s", "seed", "p90_us",
-    "p999_us", "mean_us", "simulated_mean_us", "p90_error", "simulated_p90_us",
-}  # fmt: skip
 
 
 @app.command()
@@ -57,30 +52,15 @@ def simulate(
             min=0, max=1, help="Send this share of the requests to one prefill worker, besides its own."
         ),
     ] = 0.0,
-    fail_rail: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Let that worker lose a NIC after this share of the run; by default none is lost.",
-        ),
-    ] = None,
     pulls: Annotated[
         int, typer.Option(min=1, help="Let a decode worker have this many pulls in flight; others wait.")
     ] = 8,
     lease_s: Annotated[float, typer.Option(min=1e-6, help="Use leases of this many seconds.")] = 30.0,
     model: ModelName = "llama-3.1-70b",
-    model_config: Annotated[
-        Path | None, typer.Option(help="Use the geometry of this Hugging Face config.json instead.")
-    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Use this many ranks per worker.")] = 8,
-    path: Annotated[
-        str, typer.Option(help="Move over this path: gpudirect, bounce, bounce-whole or tcp.")
-    ] = "gpudirect",
-    nics: Annotated[
-        int, typer.Option(min=1, max=1024, help="Use this many NICs per worker, for all ranks.")
-    ] = 8,
-    gbps: Annotated[float, typer.Option(min=0.1, help="Use NICs of this many Gb/s.")] = 400.0,
+    path: Annotated[str, typer.Option(help="Move over this path: gpudirect, bounce or tcp.")] = "gpudirect",
+    nics: Nics = 8,
+    gbps: Gbps = 400.0,
     calibrate: Annotated[
         Path | None, typer.Option(help="Fit --path tcp to these results of `kvlink bench pull --json`.")
     ] = None,
@@ -94,33 +74,35 @@ def simulate(
             help="Run real pulls of 1 to 4 readers here, and compare with their simulation instead.",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")] = False,
+    tolerance: Annotated[
+        float, typer.Option(min=0.01, help="With --validate, let a simulated time be wrong by this share.")
+    ] = 0.35,
+    as_json: Json = False,
 ) -> None:
     """Simulate fleets: how long moves take, the data that is carried, and leases that end too soon.
 
-    Half of the workers prefill. Times are those of requests that were moved, from the offer to the last byte. Switches
-    between the NICs are assumed to be unlimited.
+    Half of the workers prefill. Times are those of requests that were moved, from the offer to the last byte, with the
+    control plane. Switches between the NICs are assumed to be unlimited. With --validate, the exit status is 1 if the
+    mean or the median is wrong by more than --tolerance, or the machine's rate drifted by more than a tenth.
     """
+    record = Record("simulate", as_json)
     if validate:
-        from ..harness.arguments import names_of
-        from ..harness.machine import describe
         from .validation import rows as validation_rows
 
         names_of(validate)
-        if as_json:
-            print_json({"kind": "machine", **describe()})
-        found = validation_rows(validate)
-        seen = show_rows(
-            found if as_json else map(brief, found), as_json, f"{validate}: measured and simulated"
-        )
-        raise typer.Exit(0 if all(row["verified"] for row in seen) else 1)
-    meant = model_of(str(model_config or model))
+        found = validation_rows(validate, tolerance=tolerance)
+        record.show("validation", [found], title=f"{validate}: measured and simulated")
+        record.end()
+    meant = model_of(model)
     way = way_of(path, calibrate, meant, tp, nics, gbps)
-    scene = Scene(load, popular, fail_rail, pulls, lease_s, seed)
+    control_us = control_us_of(read_rows(calibrate) if calibrate else ())
+    way = replace(way, start_us=way.start_us + control_us)
+    scene = Scene(load, popular, pulls, lease_s, seed)
     move, given = Move(meant, tp, way), requests_of(trace, requests)
     curve = [rows(move, given, [size], scene) for size in workers or SIZES]
     title = f"{meant.name} at TP {tp} over {way.name}, {way.rails} rails a worker, load {load:g}"
-    show_parts([fleet if as_json else map(brief, fleet) for fleet in curve], as_json, title)
+    record.show("simulation", curve, title=title)
+    record.end()
 
 
 def way_of(path: str, calibrate: Path | None, model: Model, tp: int, nics: int, gbps: float) -> Way:
@@ -148,8 +130,3 @@ def _nics(name: str, machine: Machine, tp: int) -> Way:
             f"no path between hosts is called {name!r}; choose from {', '.join([*ways, 'tcp'])}"
         )
     return ways[name]
-
-
-def brief(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row that fits a screen."""
-    return {name: value for name, value in row.items() if name not in _LONG}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates prefill and decode workers over time: pulls start, share the rails, end, or lose their leases.
 
-A pull takes its bytes over all rails that work at both ends, as many over each as its rate allows, and rail i of one
-worker reaches rail i of another. Time is that of the simulation, in seconds. Equal input gives equal output.
+A pull takes its bytes over all rails, and rail i of one worker reaches rail i of another. All rails are alike, so a
+worker has one port for all of them. Time is that of the simulation, in seconds. Equal input gives equal output.
 """
 
 from __future__ import annotations
@@ -32,25 +32,14 @@ class Rails:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A prefill worker's rail that is dead from `at_s` on."""
-
-    at_s: float
-    worker: int
-    rail: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fleet:
-    """The workers. A decode worker has `pulls` in flight, others wait. A dead rail is known after `notice_s`."""
+    """The workers. A decode worker has `pulls` in flight, others wait."""
 
     prefill: int
     decode: int
     rails: Rails
     pulls: int = 8
     lease_s: float = 30.0
-    notice_s: float = 0.54  # eight retries of 67 ms, as NICs are configured
-    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +54,10 @@ class Job:
 
 
 class Fate(Enum):
-    """The result of a job. After EXPIRED and UNREACHABLE, decode computes the request again."""
+    """The result of a job. After EXPIRED, decode computes the request again."""
 
     MOVED = "moved"
     EXPIRED = "expired"
-    UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +71,14 @@ class Outcome:
 
 
 class _Pull:
-    __slots__ = ("due", "flows", "job", "left", "not_before", "over", "rate", "since")
+    __slots__ = ("due", "flow", "job", "left", "over", "rate", "since")
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.left = float(job.num_bytes)
-        self.rate = self.since = self.not_before = 0.0
+        self.rate = self.since = 0.0
         self.due = inf  # the earliest check whether it has ended
-        self.flows: list[tuple[int, Flow]] = []  # each with the number of rails that it stands for
+        self.flow: Flow | None = None
         self.over = False
 
 
@@ -103,18 +91,11 @@ class Simulation:
         self._order = count()
         self._events: list[tuple[float, int, Any, Any]] = []
         self._outcomes: list[Outcome] = []
-        # Rails without a failure are equal everywhere, so one stands for all of them.
-        marked = sorted({failure.rail for failure in fleet.failures})
-        if marked and not 0 <= marked[0] <= marked[-1] < fleet.rails.count:
-            raise ValueError(f"workers have {fleet.rails.count} rails, so rail {marked} cannot fail")
-        alike = fleet.rails.count - len(marked)
-        self._weights = [1] * len(marked) + [alike] * bool(alike)
-        self._send = [[Port(fleet.rails.send) for _ in self._weights] for _ in range(fleet.prefill)]
-        self._receive = [[Port(fleet.rails.receive) for _ in self._weights] for _ in range(fleet.decode)]
+        rails = fleet.rails
+        self._send = [Port(rails.count * rails.send) for _ in range(fleet.prefill)]
+        self._receive = [Port(rails.count * rails.receive) for _ in range(fleet.decode)]
         self._under_way = [0] * fleet.decode
         self._waiting: list[deque[_Pull]] = [deque() for _ in range(fleet.decode)]
-        for failure in fleet.failures:
-            self._at(failure.at_s, self._fail, self._send[failure.worker][marked.index(failure.rail)])
         for job in jobs:
             self._at(job.at_s, self._offer, job)
 
@@ -145,49 +126,38 @@ class Simulation:
         if pull.over:
             return
         pull.since = self._now
-        ends = zip(self._weights, self._send[pull.job.prefill], self._receive[pull.job.decode], strict=True)
-        ceiling = self._fleet.rails.flow
-        pull.flows = [
-            (weight, Flow(send, to, ceiling, pull))
-            for weight, send, to in ends
-            if send.capacity and to.capacity
-        ]
-        if pull.flows:
-            self._share([port for _, flow in pull.flows for port in (flow.sender, flow.receiver)])
-        else:
-            self._at(self._now + self._fleet.notice_s, self._give_up, pull)
+        ends = self._send[pull.job.prefill], self._receive[pull.job.decode]
+        pull.flow = Flow(*ends, self._fleet.rails.count * self._fleet.rails.flow, pull)
+        self._share(ends)
 
     def _share(self, changed: Sequence[Port]) -> None:
-        for pull in dict.fromkeys(flow.of for flow in share(changed)):
+        for flow in share(changed):
+            pull = flow.of
             self._progress(pull)
-            pull.rate = sum(weight * flow.rate for weight, flow in pull.flows)
-            self._look_later(pull)
+            pull.rate = flow.rate
+            self._check_later(pull)
 
     def _progress(self, pull: _Pull) -> None:
         pull.left -= pull.rate * (self._now - pull.since)
         pull.since = self._now
 
-    def _look_later(self, pull: _Pull) -> None:
+    def _check_later(self, pull: _Pull) -> None:
         """Schedules a check for when it should end. A check that is scheduled earlier will schedule the next."""
         ends = self._now + pull.left / pull.rate if pull.rate else inf
         if ends < pull.due:
             pull.due = ends
-            self._at(ends, self._look, pull)
+            self._at(ends, self._check, pull)
 
-    def _look(self, pull: _Pull) -> None:
+    def _check(self, pull: _Pull) -> None:
         if pull.over:
             return
         self._progress(pull)
         if pull.left <= pull.rate * _DONE_S:
             pull.left = 0.0
-            if self._now >= pull.not_before:
-                self._end(pull, Fate.MOVED)
-            else:
-                self._release(pull)
-                self._at(pull.not_before, self._look, pull)
+            self._end(pull, Fate.MOVED)
         elif self._now >= pull.due:
             pull.due = inf
-            self._look_later(pull)
+            self._check_later(pull)
 
     def _expire(self, pull: _Pull) -> None:
         """Expires a lease: the owner cuts off the reader. No earlier pull still waits, as it was cut off before."""
@@ -195,36 +165,11 @@ class Simulation:
             self._progress(pull)
             self._end(pull, Fate.EXPIRED)
 
-    def _fail(self, port: Port) -> None:
-        """Fails a rail. Pulls continue on their other rails, and repeat what was in flight when the loss shows."""
-        port.capacity = 0.0
-        affected = [(flow, flow.of) for flow in port.flows]
-        changed = [end for flow, _ in affected for end in flow.end()]
-        known = self._now + self._fleet.notice_s
-        for flow, pull in affected:
-            self._progress(pull)
-            pull.flows = [pair for pair in pull.flows if pair[1] is not flow]
-            pull.rate = sum(weight * other.rate for weight, other in pull.flows)
-            pull.not_before, pull.due = known, inf
-            if pull.flows:
-                self._look_later(pull)
-            else:
-                self._at(known, self._give_up, pull)
-        self._share([port, *changed])
-
-    def _give_up(self, pull: _Pull) -> None:
-        if not pull.over:
-            self._end(pull, Fate.UNREACHABLE)
-
     def _end(self, pull: _Pull, fate: Fate) -> None:
         pull.over = True
         job = pull.job
         self._outcomes.append(Outcome(job, fate, self._now - job.at_s, job.num_bytes - pull.left))
-        self._release(pull)
+        if pull.flow is not None:
+            self._share(pull.flow.end())
         self._under_way[job.decode] -= 1
         self._start_next(job.decode)
-
-    def _release(self, pull: _Pull) -> None:
-        changed = [port for _, flow in pull.flows for port in flow.end()]
-        pull.flows, pull.rate = [], 0.0
-        self._share(changed)

@@ -20,7 +20,7 @@ _CLOSE = 1e-10  # relative to a level; smaller moves are rounding
 
 
 class Port:
-    """One direction of one rail of one worker.
+    """One direction of the rails of one worker.
 
     `capacity` and `level` are in bytes/s. After a change of the capacity, call `share`.
     """

@@ -12,22 +12,25 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvlink import BlockPool, Ticket, Worker
-from kvlink.layout import Geometry, dense
+from kvlink.layout import dense
 from kvlink.transfer.cost_model import Cost
 
 from ..harness.block_draws import Order
 from ..harness.contents import Contents, Ids
 from ..harness.machine import OtherLoad
+from ..harness.owner import flat
 from ..harness.processes import BenchError, OwnerSide, owner_process
+from ..harness.results import verified
 from ..prediction.calibration import Sample, fit
-from ..workloads.arrivals import Served, open_loop, poisson_times
+from ..workloads.arrivals import Served, gamma_times, open_loop
 from .engine import Fleet, Job, Rails, Simulation
 
 BLOCK_BYTES = 64 << 10
@@ -36,6 +39,9 @@ SHAPES = (64, 128, 256, 512)
 
 READERS = 4
 LOAD = 0.6
+MOST_DRIFT = 0.1
+"""The largest change of one reader's rate between before and after that leaves a row valid."""
+_MOST_TRIES = 3
 _ALONE_PULLS = 10  # of each shape
 _PAIR_PULLS = 20  # of each of the two readers
 _LEAD_S = 0.2
@@ -45,45 +51,62 @@ _SEED = 20_250_104
 Row = dict[str, Any]
 
 
-def rows(transport: str, requests: int = 400, most_readers: int = READERS) -> Iterator[Row]:
-    """Yields one row per number of readers. Raises ConfigError, BenchError and TransferError."""
+def rows(
+    transport: str, requests: int = 400, most_readers: int = READERS, tolerance: float = 0.35
+) -> Iterator[Row]:
+    """Yields one row per number of readers; one whose machine drifted is measured again.
+
+    Raises ConfigError, BenchError and TransferError.
+    """
     with _opened(transport, max(most_readers, 2)) as bench:
-        bench.warm_up()
         for readers in range(1, most_readers + 1):
-            noise, owner_ns = OtherLoad(), bench.owner.cpu_ns()
-            before = Known(bench.alone(), [bench.together()])
-            blocks, jobs = _work(requests, readers, before)
-            measured = bench.run(blocks, jobs)
-            verified = bench.landed()
-            after = Known(bench.alone(), [bench.together()])
-            known = Known(before.alone + after.alone, before.together + after.together)
-            simulated = _simulated(jobs, readers, known)
-            yield {
-                "kind": "validation",
-                "transport": transport,
-                "readers": readers,
-                "requests": len(jobs),
-                "load": LOAD,
-                **_beside(measured, simulated),
-                "capacity_gib_per_s": known.capacity / 2**30,
-                "alone_gib_per_s": known.rate / 2**30,
-                "drift": after.rate / before.rate - 1,
-                "other_load": noise.share((bench.owner.cpu_ns() - owner_ns) / 1e9),
-                "verified": verified,
-            }
+            tries = 0
+            while True:
+                row, tries = _row(bench, requests, readers), tries + 1
+                if abs(row["drift"]) <= MOST_DRIFT or tries == _MOST_TRIES:
+                    break
+            yield {"transport": transport, **row, **judged(row, tolerance), "tries": tries}
+
+
+def judged(row: Row, tolerance: float) -> Row:
+    """Returns whether the simulation holds: by the mean and the median, on a machine that kept its rate meanwhile."""
+    wrong = max(abs(row["mean_error"]), abs(row["p50_error"]))
+    return {"holds": wrong <= tolerance and abs(row["drift"]) <= MOST_DRIFT, "tolerance": tolerance}
+
+
+def _row(bench: _Bench, requests: int, readers: int) -> Row:
+    noise, owner_ns = OtherLoad(), bench.owner.cpu_ns()
+    before = bench.known()
+    blocks, jobs = _work(requests, readers, before)
+    measured = bench.run(blocks, jobs)
+    landed = bench.landed(len(jobs))
+    after = bench.known()
+    known = Known(before.alone + after.alone, (before.together + after.together) / 2)
+    return {
+        "readers": readers,
+        "requests": len(jobs),
+        "load": LOAD,
+        **_beside(measured, _simulated(jobs, readers, known)),
+        "capacity_gib_per_s": known.capacity / 2**30,
+        "alone_gib_per_s": known.rate / 2**30,
+        "drift": after.rate / before.rate - 1,
+        "other_load": noise.share((bench.owner.cpu_ns() - owner_ns) / 1e9),
+        **landed,
+    }
 
 
 class Known(NamedTuple):
     """Measurements of the machine: pulls alone, and the bytes/s of two readers that never pause."""
 
     alone: list[Sample]
-    together: list[float]
+    together: float
 
     @property
     def cost(self) -> Cost:
         """Returns the cost model, fitted to the medians of each shape."""
+        shapes = dict.fromkeys((each.ops, each.num_bytes) for each in self.alone)
         return fit(
-            [sample._replace(us=_median_us(self.alone, sample.ops)) for sample in self.alone[: len(SHAPES)]]
+            [Sample(*shape, median(each.us for each in self.alone if each[:2] == shape)) for shape in shapes]
         )
 
     @property
@@ -95,11 +118,7 @@ class Known(NamedTuple):
     @property
     def capacity(self) -> float:
         """Returns the bytes/s of all readers, which is at least that of one."""
-        return max(float(np.mean(self.together)), self.rate)
-
-
-def _median_us(samples: Sequence[Sample], ops: int) -> float:
-    return float(np.median([each.us for each in samples if each.ops == ops]))
+        return max(self.together, self.rate)
 
 
 def _work(requests: int, readers: int, known: Known) -> tuple[list[int], list[Job]]:
@@ -110,10 +129,10 @@ def _work(requests: int, readers: int, known: Known) -> tuple[list[int], list[Jo
     rng = np.random.default_rng(_SEED + readers)
     start_s = known.cost.start_us / 1e6
     rate = min(known.capacity, readers * known.rate)
-    mean_s = float(np.mean(SHAPES)) * BLOCK_BYTES / rate + start_s / readers
+    mean_s = mean(SHAPES) * BLOCK_BYTES / rate + start_s / readers
     requests = max(1, min(requests, int(_MOST_S * LOAD / mean_s)))
     blocks = rng.choice(SHAPES, requests).tolist()
-    times = poisson_times(requests, LOAD / mean_s, _SEED + readers)
+    times = gamma_times(requests, LOAD / mean_s, _SEED + readers)
     of_readers = rng.integers(readers, size=requests).tolist()
     return blocks, [
         Job(at_s, num * BLOCK_BYTES, start_s, 0, reader)
@@ -123,27 +142,19 @@ def _work(requests: int, readers: int, known: Known) -> tuple[list[int], list[Jo
 
 def _simulated(jobs: Sequence[Job], readers: int, known: Known) -> list[float]:
     start_s = known.cost.start_us / 1e6
-    jobs = [replace(job, start_s=start_s) for job in jobs]
     fleet = Fleet(1, readers, Rails(1, known.capacity, known.rate), pulls=1, lease_s=3600)
-    return [each.took_s * 1e6 for each in Simulation(fleet, jobs).run()]
+    done = Simulation(fleet, [replace(job, start_s=start_s) for job in jobs]).run()
+    return [each.took_s * 1e6 for each in done]
 
 
 def _beside(measured: Sequence[float], simulated: Sequence[float]) -> Row:
-    return {
-        name: value
-        for of, real, made in zip(
-            ("mean", "p50", "p90", "p99"), _times(measured), _times(simulated), strict=True
+    row: Row = {}
+    for of, share in (("mean", None), ("p50", 50), ("p90", 90), ("p99", 99)):
+        real, made = (
+            float(np.mean(us) if share is None else np.percentile(us, share)) for us in (measured, simulated)
         )
-        for name, value in {
-            f"{of}_us": real,
-            f"simulated_{of}_us": made,
-            f"{of}_error": made / real - 1,
-        }.items()
-    }
-
-
-def _times(us: Sequence[float]) -> list[float]:
-    return [float(np.mean(us)), *np.percentile(us, [50, 90, 99]).tolist()]
+        row |= {f"{of}_us": real, f"simulated_{of}_us": made, f"{of}_error": made / real - 1}
+    return row
 
 
 def _good(served: list[Served]) -> list[Served]:
@@ -153,8 +164,7 @@ def _good(served: list[Served]) -> list[Served]:
     return served
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(NamedTuple):
     ticket: Ticket
     into: Ids
     owner_ids: Ids
@@ -169,29 +179,26 @@ class _Bench:
         self._contents = Contents(readers[0].pool.layout, _SEED)
         self._names = map("validation-{}".format, count())
         self._last: dict[int, _Task] = {}
-
-    def warm_up(self) -> None:
-        """Connects, and touches pages."""
-        for reader in range(len(self._readers)):
+        for reader in range(len(readers)):  # connects, and touches pages
             for _ in range(4):
                 self._pull(reader, self._task(SHAPES[-1]))
 
-    def alone(self) -> list[Sample]:
-        """Measures the first reader, with the shapes in turn and the runs' load: each pull's time from its start."""
+    def known(self) -> Known:
+        """Measures the first reader with the shapes in turn and the runs' load, then two that never pause."""
         shapes = SHAPES * _ALONE_PULLS
         tasks = list(map(self._task, shapes))
         start = time.perf_counter_ns()
         self._pull(0, self._task(SHAPES[-1]))
-        mean_s = (time.perf_counter_ns() - start) / 1e9 * float(np.mean(SHAPES)) / SHAPES[-1]
-        at_s = poisson_times(len(tasks), LOAD / mean_s, _SEED)
+        mean_s = (time.perf_counter_ns() - start) / 1e9 * mean(SHAPES) / SHAPES[-1]
+        at_s = gamma_times(len(tasks), LOAD / mean_s, _SEED)
         served = _good(open_loop(at_s, lambda _, index: self._pull(0, tasks[index]), 1))
-        return [
+        alone = [
             Sample(num, num * BLOCK_BYTES, each.took_us - each.late_us)
             for num, each in zip(shapes, served, strict=True)
         ]
+        return Known(alone, self._together())
 
-    def together(self) -> float:
-        """Returns the bytes/s of two readers with consecutive large pulls."""
+    def _together(self) -> float:
         tasks = [[self._task(SHAPES[-1]) for _ in range(_PAIR_PULLS)] for _ in range(2)]
 
         def run(reader: int) -> None:
@@ -223,19 +230,20 @@ class _Bench:
         with ThreadPoolExecutor(len(mine)) as threads:
             return [us for of_reader in threads.map(read, range(len(mine))) for us in of_reader]
 
-    def landed(self) -> bool:
-        """Returns whether the last pull of every reader brought every byte."""
-        return bool(self._last) and all(
-            self._contents.equal(self._readers[reader].pool, task.into, task.owner_ids)
+    def landed(self, pulls: int) -> Row:
+        """Returns how many pulls were right: the last one of every reader, as later ones may overwrite others."""
+        wrong = sum(
+            not self._contents.equal(self._readers[reader].pool, task.into, task.owner_ids)
             for reader, task in self._last.items()
         )
+        return verified(wrong, len(self._last), pulls)
 
     def _task(self, blocks: int) -> _Task:
         num = self._readers[0].pool.layout.num_blocks
         [owner_ids], [into] = (Order().draw(self._rng, num, 1, blocks) for _ in range(2))
-        name = next(self._names)
-        answer = self.owner.call("offer", requests={name: owner_ids.tolist()}, num_tokens=None, publish=False)
-        return _Task(Ticket.from_text(answer["tickets"][0]), into, owner_ids)
+        requests = {next(self._names): owner_ids.tolist()}
+        (text,) = self.owner.call("offer", requests=requests, num_tokens=None, publish=False)["tickets"]
+        return _Task(Ticket.from_text(text), into, owner_ids)
 
     def _pull(self, reader: int, task: _Task) -> None:
         pull = self._readers[reader].pull(task.ticket, into=task.into)
@@ -247,19 +255,11 @@ class _Bench:
 
 @contextmanager
 def _opened(transport: str, readers: int) -> Iterator[_Bench]:
-    geometry = Geometry(
-        num_layers=1, total_heads=1, row_bytes=BLOCK_BYTES, num_blocks=2 * SHAPES[-1], block_tokens=1,
-        planes_per_layer=1, dtype="uint8", model="bench",
-    )  # fmt: skip
-    layout = dense(geometry)
-    with (
-        owner_process(geometry, _SEED, transport, here=transport.endswith("loopback")) as owner,
-        ExitStack() as open_,
-    ):
-        workers = [
-            open_.enter_context(
-                Worker(BlockPool.allocate(layout), f"bench-reader-{number}", transports=transport)
-            )
-            for number in range(readers)
-        ]
-        yield _Bench(owner, workers)
+    geometry = flat(BLOCK_BYTES, 2 * SHAPES[-1])
+    layout, here = dense(geometry), transport.endswith("loopback")
+    with owner_process(geometry, _SEED, transport, here=here) as owner, ExitStack() as stack:
+        names = map("bench-reader-{}".format, range(readers))
+        pools = ((name, BlockPool.allocate(layout)) for name in names)
+        yield _Bench(
+            owner, [stack.enter_context(Worker(pool, name, transports=transport)) for name, pool in pools]
+        )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ LATE_US = 1000.0
 No slot was free then, or the machine was too busy.
 """
 
+_GROWN = 2
 _LEAD_S = 0.05  # until the first arrival, so that all threads wait for it
 
 
@@ -44,9 +46,19 @@ class Arrivals(NamedTuple):
     at_s: Sequence[float]
 
     @classmethod
-    def poisson(cls, num: int, per_s: float, seed: int = 0) -> Arrivals:
-        """Returns independent arrivals."""
-        return cls(f"Poisson, {per_s:g}/s", poisson_times(num, per_s, seed))
+    def random(
+        cls, num: int, per_s: float, burstiness: float = 1.0, burst: int = 1, seed: int = 0
+    ) -> Arrivals:
+        """Returns arrivals with independent pauses, of `burst` requests at once.
+
+        `burstiness` is the shape of their gamma distribution, as in `vllm bench serve`: 1 is Poisson, less is burstier.
+        """
+        at_s = gamma_times(-(-num // burst), per_s / burst, seed, burstiness)
+        kind = "Poisson" if burstiness == 1 else f"gamma {burstiness:g}"
+        return cls(
+            f"{kind}, {per_s:g}/s" + (f", bursts of {burst}" if burst > 1 else ""),
+            [at_s[number // burst] for number in range(num)],
+        )
 
     @classmethod
     def of_trace(cls, requests: Sequence[Request], speed: float) -> Arrivals:
@@ -55,27 +67,50 @@ class Arrivals(NamedTuple):
 
 
 def workload(
-    tokens: int, trace: str, requests: int, rate: float | None, speed: float | None
+    tokens: int,
+    trace: str,
+    requests: int,
+    rate: float | None,
+    speed: float | None,
+    burstiness: float = 1.0,
+    burst: int = 1,
 ) -> tuple[int | list[int], Arrivals | None]:
     """Returns the prompt lengths of the requests for these options, and their arrivals. Raises ConfigError."""
     if rate and speed:
         raise ConfigError("give either --rate or --speed: arrivals are at a rate or at the trace's times")
     if speed and not trace:
         raise ConfigError("--speed needs --trace, whose times it speeds up")
+    if (burstiness != 1 or burst > 1) and not rate:
+        raise ConfigError("--burstiness and --burst need --rate, whose arrivals they group")
     found = requests_of(trace, requests) if trace else []
     lengths = [each.prompt_tokens for each in found]
     if speed:
         return lengths, Arrivals.of_trace(found, speed)
     if rate:
         lengths = lengths or [tokens] * requests
-        return lengths, Arrivals.poisson(len(lengths), rate)
+        return lengths, Arrivals.random(len(lengths), rate, burstiness, burst)
     return lengths or tokens, None
 
 
-def poisson_times(num: int, per_s: float, seed: int) -> list[float]:
+def gamma_times(num: int, per_s: float, seed: int, shape: float = 1.0) -> list[float]:
     """Returns the times of `num` arrivals in seconds; the first one follows a pause like the others."""
-    pauses = np.random.default_rng(seed).exponential(1 / per_s, num)
+    rng = np.random.default_rng(seed)
+    pauses = rng.exponential(1 / per_s, num) if shape == 1 else rng.gamma(shape, 1 / (per_s * shape), num)
     return [float(at_s) for at_s in np.cumsum(pauses)]
+
+
+def is_unstable(served: Sequence[Served]) -> bool:
+    """Returns whether the queue grew throughout: then times are those of the number of requests, not of the rate.
+
+    The median of the last third of the requests took longer than that of the first third, by more than twice as
+    long as the quickest tenth takes.
+    """
+    third = len(served) // 3
+    if not third:
+        return False
+    took = [each.took_us for each in served]
+    quick = sorted(took)[len(took) // 10]
+    return median(took[-third:]) - median(took[:third]) > max(LATE_US, _GROWN * quick)
 
 
 def open_loop(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
@@ -181,9 +181,3 @@ def synthetic(name: str, count: int, seed: int) -> list[Request]:
 def requests_of(trace: str, most: int) -> list[Request]:
     """Returns the first `most` of a file, or as many made like the trace of that name. Raises ConfigError."""
     return synthetic(trace, most, _SEED) if trace in SYNTHETIC else read_trace(Path(trace), most)
-
-
-def statistics(values: Sequence[int]) -> dict[str, float]:
-    """Returns mean, p50, p90, p99 and max."""
-    quantiles = np.percentile(values, [50, 90, 99, 100]).tolist()
-    return dict(zip(("mean", "p50", "p90", "p99", "max"), [float(np.mean(values)), *quantiles], strict=True))

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
+
 namespace kvlink {
 
 /// A ring of slot numbers, linked through two arrays; slot 0, the table's header, is its anchor. Every method
@@ -23,12 +25,14 @@ class FreeSlots {
   }
   /// Takes the slot that was unused the longest. REQUIRES size() > 0.
   uint32_t pop() {
+    KVLINK_CHECK(size_ > 0);
     const uint32_t slot = next_[0];
     remove(slot);
     return slot;
   }
   /// REQUIRES contains(slot).
   void remove(uint32_t slot) {
+    KVLINK_CHECK(contains(slot));
     next_[previous_[slot]] = next_[slot];
     previous_[next_[slot]] = previous_[slot];
     next_[slot] = 0;
@@ -36,6 +40,7 @@ class FreeSlots {
   }
   /// REQUIRES !contains(slot), and that the table has the slot.
   void push(uint32_t slot) {
+    KVLINK_CHECK(slot < next_.size() && !contains(slot));
     next_[slot] = 0;
     previous_[slot] = previous_[0];
     next_[previous_[0]] = slot;

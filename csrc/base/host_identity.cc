@@ -9,6 +9,7 @@
 #include <fstream>
 #include <mutex>
 
+#include "base/check.h"
 #include "base/sys.h"
 
 namespace kvlink {
@@ -48,8 +49,8 @@ Status fill_random(void* into, size_t bytes) {
 
 std::string random_bytes(size_t bytes) {
   std::string drawn(bytes, '\0');
-  // Engine::make() has tried it. A process must not continue with a secret that is not random.
-  if (!fill_random(drawn.data(), bytes).ok()) std::abort();
+  // Engine::make() has tried it. Nothing continues with a secret that is not random.
+  KVLINK_CHECK(fill_random(drawn.data(), bytes).ok());
   return drawn;
 }
 

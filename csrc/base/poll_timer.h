@@ -3,6 +3,10 @@
 // when another descriptor does.
 #pragma once
 
+#ifdef KVLINK_SIMULATED_SYNC
+#include "simulated_poll_timer.h"
+#else
+
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 
@@ -65,3 +69,5 @@ class PollTimer {
 };
 
 }  // namespace kvlink
+
+#endif

@@ -72,7 +72,7 @@ class [[nodiscard]] Status {
   std::string what_, fix_;
 };
 
-/// Holds a value, or the Status that explains its absence. REQUIRES ok() before `*` and `->`.
+/// Holds a value, or the Status that explains its absence. `*` and `->` REQUIRE ok(); std::get checks it.
 template <typename T>
 class [[nodiscard]] Result {
  public:

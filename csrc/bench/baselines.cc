@@ -4,10 +4,12 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/clock.h"
@@ -21,6 +23,29 @@ namespace kvlink {
 namespace {
 
 std::byte* address(uint64_t value) { return reinterpret_cast<std::byte*>(value); }
+
+constexpr uint64_t kShareBytes = 4096;  // shares end at multiples of it within a piece
+
+std::vector<std::vector<BaselinePiece>> shares_of(BaselinePieces pieces, size_t count) {
+  uint64_t total = 0;
+  for (const BaselinePiece& piece : pieces) total += piece.bytes;
+  const uint64_t each = std::max((total / count + kShareBytes - 1) / kShareBytes, uint64_t{1}) * kShareBytes;
+  std::vector<std::vector<BaselinePiece>> shares(1);
+  uint64_t room = each;
+  for (const BaselinePiece& piece : pieces) {
+    for (uint64_t at = 0; at < piece.bytes;) {
+      if (room == 0 && shares.size() < count) {
+        shares.emplace_back();
+        room = each;
+      }
+      const uint64_t bytes = room == 0 ? piece.bytes - at : std::min(piece.bytes - at, room);
+      shares.back().push_back({piece.from + at, piece.to + at, bytes});
+      at += bytes;
+      room -= std::min(room, bytes);
+    }
+  }
+  return shares;
+}
 
 void copy(const BaselinePiece& piece) { std::memcpy(address(piece.to), address(piece.from), piece.bytes); }
 
@@ -95,6 +120,32 @@ int64_t stream(BaselinePieces pieces) {
 #endif
 
 }  // namespace
+
+Result<int64_t> baseline_at_once(BaselinePieces pieces, size_t threads,
+                                 const std::function<Result<int64_t>(size_t, BaselinePieces)>& move) {
+  if (threads <= 1) return move(0, pieces);
+  const auto shares = shares_of(pieces, threads);
+  std::atomic<size_t> here = 0;
+  std::vector<Result<int64_t>> took(shares.size(), int64_t{0});
+  std::vector<int64_t> ends(shares.size());
+  const auto run = [&](size_t number) {
+    ++here;
+    while (here < shares.size()) std::this_thread::yield();
+    took[number] = move(number, shares[number]);
+    ends[number] = now_ns();
+  };
+  std::vector<std::thread> others;
+  for (size_t number = 1; number < shares.size(); ++number) others.emplace_back(run, number);
+  run(0);
+  for (std::thread& other : others) other.join();
+  int64_t first = INT64_MAX, last = 0;
+  for (size_t number = 0; number < shares.size(); ++number) {
+    if (!took[number].ok()) return took[number].status();
+    first = std::min(first, ends[number] - *took[number]);
+    last = std::max(last, ends[number]);
+  }
+  return last - first;
+}
 
 int64_t baseline_memcpy(BaselinePieces pieces) {
   const int64_t start = now_ns();

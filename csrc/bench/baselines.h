@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "base/status.h"
@@ -16,6 +17,12 @@ struct BaselinePiece {
   uint64_t from, to, bytes;
 };
 using BaselinePieces = std::span<const BaselinePiece>;
+
+/// Moves shares of about the same size on `threads` threads, of which the caller is one. `move` gets the
+/// number of the share, and returns ns. All begin together. Returns ns from the first beginning until the
+/// last end.
+Result<int64_t> baseline_at_once(BaselinePieces pieces, size_t threads,
+                                 const std::function<Result<int64_t>(size_t, BaselinePieces)>& move);
 
 /// Copies piece after piece by glibc's memcpy. Returns ns.
 int64_t baseline_memcpy(BaselinePieces pieces);

@@ -32,33 +32,31 @@ void register_bench(py::module_& m) {
   using Pieces = py::array_t<uint64_t, py::array::c_style>;
   m.def("call_rounds", &call_rounds, py::arg("call"), py::arg("rounds"));
   m.def("baseline_memfd", [](const HostMemory& memory) { return memory.range().memfd; }, py::arg("memory"));
-  const auto copying = [&m](const char* name, int64_t (*copy)(BaselinePieces)) {
-    m.def(
-        name,
-        [copy](const Pieces& pieces) {
-          const BaselinePieces found = baseline_pieces(pieces);
-          py::gil_scoped_release release;
-          return copy(found);
-        },
-        py::arg("pieces"));
-  };
-  copying("baseline_memcpy", &baseline_memcpy);
-  copying("baseline_streamed_copy", &baseline_streamed_copy);
-  const auto answering = [](const Pieces& pieces, auto copy) {
+  const auto answering = [](const Pieces& pieces, auto copy, size_t threads = 1) {
     const BaselinePieces found = baseline_pieces(pieces);
     Result<int64_t> took = [&] {
       py::gil_scoped_release release;
-      return copy(found);
+      return baseline_at_once(found, threads, [&copy](size_t, BaselinePieces share) { return copy(share); });
     }();
     return take(std::move(took));
   };
+  const auto copying = [&m, answering](const char* name, int64_t (*copy)(BaselinePieces)) {
+    m.def(
+        name,
+        [copy, answering](const Pieces& pieces, size_t threads) {
+          return answering(pieces, [copy](BaselinePieces share) { return Result(copy(share)); }, threads);
+        },
+        py::arg("pieces"), py::arg("threads") = 1);
+  };
+  copying("baseline_memcpy", &baseline_memcpy);
+  copying("baseline_streamed_copy", &baseline_streamed_copy);
   m.def(
       "baseline_process_vm_readv",
-      [answering](int pid, const Pieces& pieces) {
-        return answering(pieces,
-                         [pid](BaselinePieces found) { return baseline_process_vm_readv(pid, found); });
+      [answering](int pid, const Pieces& pieces, size_t threads) {
+        return answering(
+            pieces, [pid](BaselinePieces share) { return baseline_process_vm_readv(pid, share); }, threads);
       },
-      py::arg("pid"), py::arg("pieces"));
+      py::arg("pid"), py::arg("pieces"), py::arg("threads") = 1);
   m.def(
       "baseline_cuda_copies",
       [answering](const Pieces& pieces) { return answering(pieces, &baseline_cuda_copies); },
@@ -90,7 +88,20 @@ void register_bench(py::module_& m) {
           [answering](BaselineSink& self, const Pieces& pieces) {
             return answering(pieces, [&self](BaselinePieces found) { return self.read(found); });
           },
-          py::arg("pieces"));
+          py::arg("pieces"))
+      .def_static(
+          "read_at_once",
+          [](const std::vector<BaselineSink*>& sinks, const Pieces& pieces) {
+            const BaselinePieces found = baseline_pieces(pieces);
+            Result<int64_t> took = [&] {
+              py::gil_scoped_release release;
+              return baseline_at_once(found, sinks.size(), [&sinks](size_t number, BaselinePieces share) {
+                return sinks[number]->read(share);
+              });
+            }();
+            return take(std::move(took));
+          },
+          py::arg("sinks"), py::arg("pieces"));
   const auto leasing = [&m](const char* name, Result<int64_t> (*time)(const LeasesOut&, uint32_t)) {
     m.def(
         name,

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bindings/bindings.h"
-#include "engine/pull_request.h"
+#include "engine/stream_planner.h"
 
 template <>
 struct py::detail::type_caster<kvlink::LeaseSeat>

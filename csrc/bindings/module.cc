@@ -55,12 +55,13 @@ LeaseTable& leases_of(Engine& engine) {
   return engine.leases();
 }
 
-/// Runs `call` on the lease table. Many blocks take long although nobody has the table's lock.
+/// Runs `call` on the lease table. Many blocks take long although nobody has the table's lock, and a driver
+/// may be busy.
 template <typename Call>
 auto on_leases(Engine& engine, size_t num_blocks, Call call) {
   constexpr size_t kQuickBlocks = 4096;  // tens of microseconds
   const LeaseTable& leases = leases_of(engine);
-  return num_blocks > kQuickBlocks ? without_gil(call) : with_lock_of(leases, call);
+  return num_blocks > kQuickBlocks || engine.asks_driver() ? without_gil(call) : with_lock_of(leases, call);
 }
 
 /// Runs a method of the lease table.
@@ -90,11 +91,12 @@ void register_engine(py::module_& m) {
                        uint32_t num_progress_threads, double inline_us, uint32_t num_lanes,
                        const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
                        uint64_t bounce_bytes, const std::shared_ptr<GatherKernel>& cuda_kernel,
-                       uint32_t gpu_blocks, const std::string& advertise, const std::string& worker) {
+                       uint32_t gpu_blocks, const std::string& advertise, const std::string& worker,
+                       bool nics_named) {
              TransportOptions how{host,       port,      fault,          {}, rdma, cuda_kernel,
                                   gpu_blocks, advertise, {worker, epoch}};
              how.nics.emplace();
-             for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps});
+             for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps, nics_named});
              const EngineOptions options{epoch,           transports,           how,
                                          num_lease_slots, num_progress_threads, to_ns(inline_us / 1e6),
                                          num_lanes,       bounce_bytes};
@@ -105,7 +107,7 @@ void register_engine(py::module_& m) {
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_us"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
            py::arg("bounce_bytes") = 0, py::arg("cuda_kernel") = nullptr, py::arg("gpu_blocks") = 0,
-           py::arg("advertise") = "", py::arg("worker") = "")
+           py::arg("advertise") = "", py::arg("worker") = "", py::arg("nics_named") = false)
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
@@ -145,6 +147,14 @@ void register_engine(py::module_& m) {
              for (const TransportAccess& row : self.access()) {
                rows.append(py::make_tuple(row.name, py::bytes(row.address), bytes_list(row.pool_keys),
                                           bytes_list(row.lease_keys), row.refused, row.bounces));
+             }
+             return rows;
+           })
+      .def("left_out",
+           [](const Engine& self) {
+             std::vector<std::pair<std::string, std::string>> rows;
+             for (const TransportAccess& row : self.access()) {
+               for (const PortState& port : row.left_out) rows.emplace_back(port.name, port.away);
              }
              return rows;
            })
@@ -214,7 +224,12 @@ void register_engine(py::module_& m) {
              return py::make_tuple(counts.active, counts.granted, counts.evicted, counts.displaced,
                                    counts.expired);
            })
-      .def("set_ready", of_leases(&LeaseTable::set_ready), py::arg("lease"), py::arg("ready"))
+      .def(
+          "set_ready",
+          [](Engine& self, uint64_t lease, uint64_t ready) {
+            return on_leases(self, 0, [&] { return self.set_ready(lease, ready); });
+          },
+          py::arg("lease"), py::arg("ready"))
       .def(
           "extend",
           [](Engine& self, uint64_t lease, double ttl_s) {

@@ -260,6 +260,7 @@ void register_transfer(py::module_& m) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
       .def_property_readonly("state", [](const Transfer& self) { return static_cast<int>(self.state()); })
       .def_property_readonly("started_ns", &Transfer::started_ns)
+      .def_property_readonly("proven_units", &Transfer::proven_units)
       .def("failure",
            [](const Transfer& self) {
              return failure_of(with_lock_of(self, [&self] { return self.status(); }));
@@ -397,7 +398,8 @@ void register_connection(py::module_& m) {
           },
           py::arg("region"), py::arg("offset"), py::arg("local"), py::arg("bytes"))
       .def("predict_us", &Connection::predict_us, py::arg("num_ops"), py::arg("num_bytes"))
-      .def("replace_soon", &Connection::replace_soon)
+      .def_property_readonly("num_missing", &Connection::num_missing)
+      .def_property_readonly("lost_large", &Connection::lost_large)
       .def("why_broken", own(&Connection::why_broken))
       .def("paths", own(&Connection::paths))
       .def("close", [](Connection& self) { run_whole([&self] { self.close(); }); });

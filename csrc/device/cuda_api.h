@@ -38,6 +38,7 @@ inline constexpr int kFabricHandles = 128;      // CU_DEVICE_ATTRIBUTE_HANDLE_TY
 inline constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kDeviceOrdinal = 9;        // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+inline constexpr int kBufferId = 7;             // CU_POINTER_ATTRIBUTE_BUFFER_ID
 inline constexpr unsigned kPortable = 1;        // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kNonBlockingStream = 1;  // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kNoTiming = 2;           // CU_EVENT_DISABLE_TIMING

@@ -9,7 +9,8 @@
 namespace kvlink {
 namespace {
 
-constexpr int64_t kRetryNs = 10'000'000'000;
+// How long lanes that do not answer are waited for once others work, and as many times what those took.
+constexpr int64_t kLaggardNs = 200'000'000, kLaggardTimes = 4;
 // A caller that waits for a NIC keeps a core busy, which a progress thread does not. So only pulls of about a
 // round trip wait on the calling thread.
 constexpr int64_t kInlineNicNs = 120'000;
@@ -48,19 +49,32 @@ struct Connection::Probe {
   ReadOp op = {};
   Segment segment = {};
   bool pending = false;
+  bool large = false;  // what it waits for
   Status status = {};
 
-  void poll(uint64_t epoch);
+  void poll(uint64_t epoch, const ScratchPool& scratch);
+  void read_large(const ScratchPool& scratch);
   Status judge(uint64_t epoch) const;
 };
 
-void Connection::Probe::poll(uint64_t epoch) {
+void Connection::Probe::poll(uint64_t epoch, const ScratchPool& scratch) {
   std::vector<Completion> ended;
   const PollResult result = lane->endpoint().poll(now_ns(), false, ended);
   if (ended.empty() && result.status.ok()) return;
   pending = false;
   status = !result.status.ok() ? result.status : ended.front().status;
+  if (large) return;
   if (status.ok()) status = judge(epoch);
+  if (status.ok() && lane->endpoint().traits().nic_driven && scratch.sink()) read_large(scratch);
+}
+
+/// A network that drops the packets of a payload may carry those of a header.
+void Connection::Probe::read_large(const ScratchPool& scratch) {
+  const auto num_slots = static_cast<uint32_t>(std::min<uint64_t>(words[2], 1 << 20));
+  op.bytes = static_cast<uint32_t>(std::min(LeaseTable::slots_bytes(num_slots), ScratchPool::kSinkBytes));
+  segment = {scratch.sink(), op.bytes, scratch.region()};
+  status = lane->endpoint().post_read(1, {std::span(&op, 1), &segment});
+  large = pending = status.ok();
 }
 
 Status Connection::Probe::judge(uint64_t epoch) const {
@@ -70,6 +84,17 @@ Status Connection::Probe::judge(uint64_t epoch) const {
   if (words[1] == epoch) return {};
   return Status::Stale(StaleReason::kRestarted, "the worker restarted: epoch " + std::to_string(epoch) +
                                                     " asked, " + std::to_string(words[1]) + " running");
+}
+
+/// Returns the lane of the same path that did not connect. The next would take as long to fail: the kernel
+/// looks for an address for a second.
+const Connection::Probe* Connection::refused_before(const std::vector<Probe>& probes, Lane& lane) {
+  const Traits& traits = lane.endpoint().traits();
+  const auto found = std::find_if(probes.begin(), probes.end(), [&traits](const Probe& probe) {
+    return traits.nic_driven && probe.status.code() == Code::kPeerUnreachable &&
+           probe.lane->endpoint().traits().path == traits.path;
+  });
+  return found == probes.end() ? nullptr : &*found;
 }
 
 Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
@@ -90,8 +115,10 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   }
   std::vector<Probe> probes;
   for (size_t index = 0; index < lanes_.size(); ++index) {
+    const Probe* const refused = refused_before(probes, *lanes_[index]);
     Probe& probe = probes.emplace_back(Probe{.lane = lanes_[index]});
-    probe.status = connect(probe, replies[index], pool_keys, lease_keys, patience);
+    probe.status =
+        refused ? refused->status : connect(probe, replies[index], pool_keys, lease_keys, patience);
     probe.pending = probe.status.ok();
   }
   // The probes no longer move, so endpoints may refer to their operations.
@@ -109,6 +136,12 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   for (const Probe& probe : probes) {
     if (!probe.status.ok()) {
       why = probe.status;
+      if (probe.large && why.code() != Code::kCancelled) {
+        lost_large_ = true;
+        why = Status{Code::kPeerUnreachable,
+                     "the network carries small packets and not those of a payload: " + why.what(),
+                     "set one MTU, at least that of the NICs' interfaces, on every switch between them"};
+      }
       probe.lane->close(why.what());
       ++missing_;
       continue;
@@ -123,7 +156,6 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   }
   if (alive.empty()) return why;
   lanes_ = std::move(alive);
-  if (missing_ > 0) replace_soon();
   const Traits& traits = lanes_.front()->traits();
   copies_ = traits.cpu_copies;
   nic_driven_ = traits.nic_driven;
@@ -150,6 +182,7 @@ std::shared_ptr<const TransferDriver> Connection::make_driver() const {
 Status Connection::connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                            const std::vector<std::string>& lease_keys, const Patience& patience) {
   if (reply.empty()) return Status::Unreachable("the owner refused this lane; is its port down?");
+  if (patience.over()) return patience.why_over(Status::Timeout("no time was left for this lane"));
   Endpoint& endpoint = probe.lane->endpoint();
   if (Status status = endpoint.establish(reply, patience); !status.ok()) return status;
   for (const std::string& key : pool_keys) {
@@ -170,11 +203,19 @@ Status Connection::connect(Probe& probe, const std::string& reply, const std::ve
   return {};
 }
 
-void Connection::await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) {
+void Connection::await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) const {
   const auto pending = [](const Probe& probe) { return probe.pending; };
+  const auto works = [](const Probe& probe) { return !probe.pending && probe.status.ok(); };
+  const int64_t began = now_ns();
+  int64_t laggards_until = INT64_MAX;
   while (std::any_of(probes.begin(), probes.end(), pending) && !patience.over()) {
+    const int64_t now = now_ns();
+    if (now >= laggards_until) break;
     for (Probe& probe : probes) {
-      if (probe.pending) probe.poll(epoch);
+      if (probe.pending) probe.poll(epoch, *scratch_);
+    }
+    if (laggards_until == INT64_MAX && std::any_of(probes.begin(), probes.end(), works)) {
+      laggards_until = now + std::max(kLaggardNs, kLaggardTimes * (now - began));
     }
     yield_thread();
   }
@@ -189,6 +230,10 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   if (broken()) return nullptr;
   auto transfer = std::make_shared<Transfer>(request, now_ns(), driver_, path_stats_);
   if (transfer->done()) return transfer;
+  if (const Status status = check_pull_ ? check_pull_() : Status{}; !status.ok()) {
+    transfer->refuse(status, now_ns());
+    return transfer;
+  }
   std::shared_ptr<uint64_t[]> words = scratch_->take();
   if (!words) {
     transfer->refuse(Status::Config("too many pulls at once; wait for some to end"), now_ns());
@@ -236,15 +281,12 @@ bool Connection::settle(uint32_t slot, uint64_t value) {
 std::vector<LaneWord> Connection::take_lost() { return lanes_.front()->take_lost(); }
 
 bool Connection::broken() const {
-  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); }) ||
-         (replace_at_ns_ != INT64_MAX && now_ns() >= replace_at_ns_);
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->broken(); });
 }
 
 bool Connection::idle() const {
   return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
 }
-
-void Connection::replace_soon() { replace_at_ns_ = std::min(replace_at_ns_, now_ns() + kRetryNs); }
 
 void Connection::look_after() {
   std::unique_lock lock(connecting_, std::try_to_lock);
@@ -265,9 +307,7 @@ std::string Connection::why_broken() const {
   for (const auto& lane : lanes_) {
     if (lane->broken()) return lane->why_broken().what();
   }
-  if (!broken()) return {};
-  return missing_ > 0 ? std::to_string(missing_) + " lanes were missing; they may be back"
-                      : "a better transport may be back";
+  return {};
 }
 
 std::vector<std::string> Connection::paths() const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,6 +35,9 @@ class Connection {
   ~Connection() { close(); }
 
   const ProcessMark& process() const { return process_; }
+  /// Sets what says before each pull whether it may land in this worker's pool. To be called before the
+  /// first.
+  void check_pulls(std::function<Status()> check) { check_pull_ = std::move(check); }
   /// Returns one hello per lane, for Transport::accept at the owner.
   std::vector<std::string> hellos() const;
   /// Connects every lane, imports the owner's regions, and reads the header of its lease table. Success means
@@ -64,13 +68,13 @@ class Connection {
   bool runs_at_once(uint64_t bytes) const { return copies_ && inline_ns_ > 0 && bytes <= kAtOnceBytes; }
   /// See PathStats::predict_us.
   double predict_us(uint64_t ops, uint64_t bytes) const { return path_stats_->predict_us(ops, bytes); }
-  /// Returns whether to replace the connection before the next pull: a lane broke, or lanes were missing and
-  /// may be available by now.
+  /// Returns whether a lane broke, so that the next pull needs another connection.
   bool broken() const;
+  /// Returns how many lanes should be there and did not connect. Constant after establish().
+  size_t num_missing() const { return missing_; }
+  /// Returns whether lanes answered small reads only. Constant after establish().
+  bool lost_large() const { return lost_large_; }
   bool idle() const;
-  /// Makes the connection count as broken after some seconds, because a better path may be back by then. To
-  /// be called before it is shared.
-  void replace_soon();
   /// Lets idle lanes find out that they broke, and wakes the drivers of the others. Never waits for a lane.
   void look_after();
   /// Returns the number of transfers queued or under way. One that uses several lanes counts once per lane.
@@ -92,17 +96,19 @@ class Connection {
   void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::vector<std::string>& lease_keys, const Patience& patience);
-  static void await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience);
+  static const Probe* refused_before(const std::vector<Probe>& probes, Lane& lane);
+  void await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) const;
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 
   const ProcessMark process_;
   const int64_t inline_ns_;
-  uint64_t stripe_bytes_ = 0;          // pulls from this size on use every lane
-  size_t missing_ = 0;                 // lanes that should be there
-  int64_t replace_at_ns_ = INT64_MAX;  // when to try for them, or for a better path, again
+  uint64_t stripe_bytes_ = 0;  // pulls from this size on use every lane
+  size_t missing_ = 0;
+  bool lost_large_ = false;
   bool copies_ = false, nic_driven_ = false, launches_ = false;
   std::shared_ptr<StagingPolicy> policy_;
   std::shared_ptr<ScratchPool> scratch_;
+  std::function<Status()> check_pull_;  // may be empty
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<CompletionQueue> control_;
   std::vector<std::shared_ptr<ProgressThread>> threads_;

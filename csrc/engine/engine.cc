@@ -7,11 +7,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <functional>
+#include <iterator>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/host_identity.h"
 #include "base/sys.h"
+#include "device/cuda_copier.h"
 #include "transports/registry.h"
 
 namespace kvlink {
@@ -21,13 +24,24 @@ namespace {
 // millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
-constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
+constexpr uint64_t kScratchBytes = 1 << 20;   // 16,384 pulls in flight
+constexpr int64_t kAcceptNs = 2'000'000'000;  // for all lanes of a reader
 constexpr char kStarting[] = "cannot start this worker";
 
 /// Returns whether readers announce in the lease slot which connection reads, so that it can be cut off.
 bool announces(const Transport& transport) {
   return transport.capabilities().can_fence && !transport.capabilities().guards;
 }
+
+Status cannot_stage(const std::string& transport, const Status& why) {
+  return Status::Unavailable(transport +
+                                 " reaches host memory, and the pool is GPU memory; it cannot be staged (" +
+                                 why.sentence() + ")",
+                             "use verbs (KVLINK_TRANSPORTS) or a pool in host memory");
+}
+
+// How long to look for readers that announce themselves late, after the last lease has ended.
+constexpr int64_t kWatchEndedNs = 1'000'000'000;
 
 }  // namespace
 
@@ -129,6 +143,7 @@ bool Engine::reads_without_export(const TransportState& state) const {
 }
 
 Status Engine::start() {
+  KVLINK_CHECK(!pool_.empty() && !started());
   Status status = register_all();
   if (status.ok()) status = open_descriptors();
   if (status.ok()) status = start_threads();
@@ -142,7 +157,7 @@ Status Engine::allocate_own() {
   if (!slots.ok()) return slots.status();
   auto words = HostMemory::allocate(LeaseTable::words_bytes(num_slots), false, {}, Access::kWriteWords);
   if (!words.ok()) return words.status();
-  auto scratch = HostMemory::allocate(kScratchBytes, false);
+  auto scratch = HostMemory::allocate(kScratchBytes + ScratchPool::kSinkBytes, false);
   if (!scratch.ok()) return scratch.status();
   lease_slots_ = *slots;
   peer_words_ = *words;
@@ -150,7 +165,7 @@ Status Engine::allocate_own() {
       std::span(lease_slots_->range().base, LeaseTable::slots_bytes(num_slots)),
       std::span(peer_words_->range().base, LeaseTable::words_bytes(num_slots)), options_.epoch);
   // Local regions are the pool's, then the scratch lines. Every transport numbers them in this order.
-  scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()));
+  scratch_ = std::make_shared<ScratchPool>(*scratch, static_cast<uint32_t>(pool_.size()), true);
   return {};
 }
 
@@ -170,10 +185,28 @@ Status Engine::register_all() {
   }
   for (TransportState& state : transports_) {
     if (!state.transport) continue;
-    state.ports = state.transport->ports();
+    refresh(state);
     announces_ |= announces(*state.transport);
+    // A bounce buffer copies from the address, whatever is there.
+    const bool keeps = on_device() && !state.access.bounces;
+    if (keeps && !placement_) placement_ = cuda::Placement::of(pool_);
   }
   return {};
+}
+
+/// Registration may have left ports out.
+void Engine::refresh(TransportState& state) const {
+  state.ports = state.transport->ports();
+  const auto used = std::stable_partition(state.ports.begin(), state.ports.end(),
+                                          [](const PortState& port) { return !port.left_out; });
+  state.access.left_out.assign(used, state.ports.end());
+  state.ports.erase(used, state.ports.end());
+  state.access.address = state.transport->address();
+  if (state.regions.size() != pool_.size() + 2) return;  // it exports nothing
+  for (size_t region = 0; region < state.regions.size(); ++region) {
+    auto& keys = region < pool_.size() ? state.access.pool_keys : state.access.lease_keys;
+    keys[region < pool_.size() ? region : region - pool_.size()] = state.regions[region]->remote_key();
+  }
 }
 
 Status Engine::open_descriptors() {
@@ -230,7 +263,12 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
   Accepted accepted{announces(*state->transport) ? id : 0, {}};
   Status why;
+  const int64_t ends = now_ns() + kAcceptNs;
   for (const std::string& hello : hellos) {
+    if (now_ns() >= ends) {  // a lane that connects takes microseconds
+      accepted.replies.resize(hellos.size());
+      break;
+    }
     const Result<std::string> reply = state->transport->accept({id, caller}, hello);
     if (!reply.ok()) why = reply.status();
     accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
@@ -256,6 +294,7 @@ Result<std::shared_ptr<Connection>> Engine::open(const std::string& transport, c
       new Connection(std::move(*lanes), state->staging ? state->staging->make_policy() : nullptr,
                      options_.inline_ns, scratch_, progress_, std::move(path_stats), control_),
       DeleteOwn());
+  if (placement_) connection->check_pulls([placement = placement_] { return placement->check(); });
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
   std::erase_if(connections_, [](const auto& known) { return known.expired(); });
@@ -282,24 +321,49 @@ Result<std::vector<LaneEnd>> Engine::open_lane_ends(const TransportState& state,
   return lanes;
 }
 
-Status Engine::check_serving() const {
+Status Engine::check_serving() {
   if (!started()) return Status::Config("this worker has not started");
-  return closing_ ? Status::Config("this worker is closed") : Status{};
+  if (closing_) return Status::Config("this worker is closed");
+  if (offers_no_more_) {
+    std::lock_guard lock(mutex_);
+    return {Code::kConfig, "this worker offers no more: " + why_no_more_, "Restart it, and report this text"};
+  }
+  return check_placement();
+}
+
+/// The old memory still has what was offered before. It does not get what is written from now on.
+Status Engine::check_placement() {
+  if (!placement_) return {};
+  Status status = placement_->check();
+  if (!status.ok()) leases_->abort_all();
+  return status;
+}
+
+bool Engine::set_ready(uint64_t lease, uint64_t ready) {
+  return check_placement().ok() && leases_->set_ready(lease, ready);
 }
 
 Result<std::vector<LeaseSeat>> Engine::grant(uint64_t lease, uint32_t readers, uint64_t ready,
                                              int64_t ttl_ns) {
   if (Status status = check_serving(); !status.ok()) return status;
   auto seats = leases_->grant(lease, readers, ready, ttl_ns, now_ns());
-  if (owner_asleep_) wake_owner();
+  if (owner_sleep_.asleep()) wake_owner();
   return seats;
 }
 
 Status Engine::grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns) {
   if (Status status = check_serving(); !status.ok()) return status;
   Status status = leases_->grant_at(lease, seats, ready, ttl_ns, now_ns());
-  if (owner_asleep_) wake_owner();
+  if (owner_sleep_.asleep()) wake_owner();
   return status;
+}
+
+/// The table of leases cannot be trusted any more: no read validates from now on, and nothing is granted.
+/// Pulls from other workers go on.
+void Engine::stop_offering(const char* why) {
+  leases_->void_all();
+  std::lock_guard lock(mutex_);
+  if (!offers_no_more_.exchange(true)) why_no_more_ = why;
 }
 
 void Engine::wake_owner() {
@@ -311,12 +375,10 @@ void Engine::serve() {
   int64_t swept = 0;
   while (!closing_) {
     epoll_event events[16];
-    owner_asleep_ = true;  // before looking at num_active(), as grant() looks in the other order
-    const bool sweeps = leases_->num_active() > 0 || now_ns() < watch_ended_until_ns_;
-    const int timeout_ms = sweeps ? kSweepMs : -1;
-    owner_asleep_ = timeout_ms < 0;
-    const int num_events = epoll_wait(epoll_fd_.get(), events, 16, timeout_ms);
-    owner_asleep_ = false;
+    const bool sleeps = owner_sleep_.may_sleep(
+        [this] { return leases_->num_active() > 0 || now_ns() < watch_ended_until_ns_; });
+    const int num_events = epoll_wait(epoll_fd_.get(), events, 16, sleeps ? -1 : kSweepMs);
+    owner_sleep_.awake();
     for (int index = 0; index < num_events; ++index) {
       const uint64_t state = events[index].data.u64;
       if (state < transports_.size()) {
@@ -329,8 +391,228 @@ void Engine::serve() {
     const int64_t now = now_ns();
     if (now - swept < kSweepNs) continue;
     swept = now;
-    sweep();
+    try {
+      sweep();
+    } catch (const BrokenContract& broken) {
+      stop_offering(broken.what());
+    }
   }
+}
+
+// Pools in device memory: which transports stage their reads.
+
+void Engine::bounce(const std::string& transport, const std::string& why) {
+  if (TransportState* const state = find(transport)) state->bounce_why = why;
+}
+
+Result<std::shared_ptr<DeviceCopier>> Engine::make_copier(const std::byte* memory) const {
+  if (options_.make_copier) return options_.make_copier(memory);
+  return make_cuda_copier(memory, options_.transport.cuda_kernel, options_.transport.gpu_blocks);
+}
+
+/// Transports that do not reach the pool's device bounce if they can. The others use the staging buffer if
+/// requested.
+void Engine::wrap_for_device_pool() {
+  std::shared_ptr<Bounce> bounced;
+  std::shared_ptr<StagingBuffer> staging;
+  for (TransportState& state : transports_) {
+    if (!state.transport) continue;
+    if (state.transport->capabilities().reaches_device_memory && state.bounce_why.empty()) {
+      if (staging_.memory.base) add_staging(state, staging);
+      continue;
+    }
+    const Status wrapped = wrap_in_bounce(state, bounced);
+    state.access.bounces = wrapped.ok();
+    if (wrapped.ok()) continue;
+    state.access.refused = cannot_stage(state.name, wrapped).sentence();
+    close_transport(state);
+  }
+}
+
+Status Engine::wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& shared) {
+  if (options_.bounce_bytes == 0) {
+    return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
+  }
+  if (!shared) {
+    auto made = Bounce::make(pool_.front().base, options_.bounce_bytes,
+                             [this](auto... of) { return make_copier(of...); });
+    if (!made.ok()) return made.status();
+    shared = std::move(*made);
+  }
+  const auto num_regions = static_cast<uint32_t>(pool_.size());
+  auto wrapped = bounce_wrap(std::move(state.transport), shared, num_regions, state.bounce_why);
+  if (!wrapped.ok()) return wrapped.status();
+  state.transport = std::move(*wrapped);
+  return {};
+}
+
+/// Without the staging buffer the transport works as well, only slower between unlike layouts.
+void Engine::add_staging(TransportState& state, std::shared_ptr<StagingBuffer>& shared) {
+  if (!shared) {
+    auto made = make_staging(staging_.memory, [this](auto... of) { return make_copier(of...); });
+    if (!made.ok()) {
+      staging_refused_ = made.status().sentence();
+      return;
+    }
+    shared = std::move(*made);
+  }
+  const std::string plain = state.name.substr(state.name.find('+') + 1);
+  // It is registered after the pool and the scratch memory, so that those keep their numbers.
+  state.staging.emplace(shared, plain, staging_.always, static_cast<uint32_t>(pool_.size() + 1));
+}
+
+// Soft leases: transports that can be stopped are, before blocks that are revoked get new content.
+
+Result<LeaseSeat> Engine::grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns) {
+  if (Status status = check_serving(); !status.ok()) return status;
+  auto seat = leases_->grant_soft(blocks, ready, ttl_ns, now_ns());
+  if (owner_sleep_.asleep()) wake_owner();
+  return seat;
+}
+
+Status Engine::grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                             int64_t ttl_ns) {
+  if (Status status = check_serving(); !status.ok()) return status;
+  Status status = leases_->grant_soft_at(seat, blocks, ready, ttl_ns, now_ns());
+  if (owner_sleep_.asleep()) wake_owner();
+  return status;
+}
+
+uint32_t Engine::revoke(std::span<const uint32_t> blocks) {
+  if (!started()) return 0;
+  const Revoked revoked = leases_->revoke(blocks);
+  if (!is_enforced(revoked)) enforce(revoked);
+  return revoked.num_ended;
+}
+
+/// Leases that expired or were displaced before may have slices under way, too, so their ends count as well.
+bool Engine::is_enforced(const Revoked& revoked) const {
+  return fenced_soft_ends_.load(std::memory_order_acquire) >= revoked.all_ended_so_far;
+}
+
+/// A second thread that revokes meanwhile waits for the same slices.
+void Engine::enforce(const Revoked& revoked) {
+  uint64_t fenced = fenced_soft_ends_.load(std::memory_order_acquire);
+  enforce_guards();
+  while (fenced < revoked.all_ended_so_far &&
+         !fenced_soft_ends_.compare_exchange_weak(fenced, revoked.all_ended_so_far)) {
+  }
+}
+
+/// On return nothing is sent under a lease that has ended, by transports that compare guards.
+void Engine::enforce_guards() {
+  for (const TransportState& state : transports_) {
+    if (state.transport && state.transport->capabilities().guards) state.transport->fence(0);
+  }
+}
+
+// Leases that ended: late readers are cut off, then the threads are told that wait for blocks.
+
+void Engine::sweep() {
+  std::lock_guard whole(sweep_mutex_);  // take_ended() waits for a sweep under way
+  const int64_t now = now_ns();
+  Swept swept;
+  leases_->sweep(now, swept);
+  cut_off_readers(swept);
+  if (swept.ended.empty()) return;
+  if (announces_) {
+    watch_ended_until_ns_ = now + kWatchEndedNs;
+    if (owner_sleep_.asleep()) wake_owner();  // another thread has swept the last lease away
+  }
+  std::lock_guard lock(mutex_);
+  tell(ended_watchers_, swept.ended.front().lease);
+  std::move(swept.ended.begin(), swept.ended.end(), std::back_inserter(ended_));
+}
+
+/// This comes first: a block must not be written again while a late reader could still be sent its bytes. It
+/// applies to settled leases too, because another reader may read under one again.
+void Engine::cut_off_readers(const Swept& swept) {
+  if (!swept.ended.empty()) enforce_guards();
+  for (const uint64_t reader : swept.to_fence) {
+    for (const TransportState& state : transports_) {
+      if (state.transport) state.transport->fence(reader);
+    }
+  }
+}
+
+/// Forgets watchers that are gone. REQUIRES mutex_.
+void Engine::tell(Watchers& watchers, uint64_t token) {
+  std::erase_if(watchers, [token](const auto& known) {
+    const std::shared_ptr<CompletionQueue> queue = known.lock();
+    if (queue) queue->push(token);
+    return !queue;
+  });
+}
+
+std::vector<EndedLease> Engine::take_ended() {
+  if (started() && !closing_) sweep();
+  std::lock_guard lock(mutex_);
+  release_fence();  // another thread may have stored the tombstones: blocks are written behind them
+  return std::exchange(ended_, {});
+}
+
+void Engine::watch_ended(const std::shared_ptr<CompletionQueue>& queue) {
+  std::lock_guard lock(mutex_);
+  ended_watchers_.push_back(queue);
+}
+
+// Devices that come and go.
+
+/// To be called after the reader's lanes were admitted, so that the keys belong to the devices that the lanes
+/// use.
+Status Engine::add_changed_keys(const TransportState& state, bool takes_keys, Accepted& accepted) {
+  std::vector<std::string> keys;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return Status::Unavailable("this worker is closed", {});
+    for (const auto& region : state.regions) keys.push_back(region->remote_key());
+  }
+  if (keys.size() != pool_.size() + 2) return {};  // it exports nothing
+  std::vector<std::string> lease_keys(std::make_move_iterator(keys.end() - 2),
+                                      std::make_move_iterator(keys.end()));
+  keys.resize(pool_.size());
+  if (keys == state.access.pool_keys && lease_keys == state.access.lease_keys) return {};
+  if (!takes_keys) {
+    return Status::Unavailable("a device of this worker's " + state.name +
+                                   " was removed and came back with other keys, which a "
+                                   "reader of an older release cannot take",
+                               "upgrade the reader, or restart this worker");
+  }
+  accepted.pool_keys = std::move(keys);
+  accepted.lease_keys = std::move(lease_keys);
+  return {};
+}
+
+/// Runs while a device is gone, until nothing holds it any more; the device cannot leave before.
+void Engine::check_ports(TransportState& state) {
+  std::vector<PortState> ports = state.transport->ports();
+  std::erase_if(ports, std::mem_fn(&PortState::left_out));
+  if (ports.empty()) return;
+  std::vector<std::weak_ptr<Connection>> connections;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::any_of(ports.begin(), ports.end(), std::mem_fn(&PortState::held))) connections = connections_;
+    if (ports != state.ports) {
+      state.ports = std::move(ports);
+      tell(port_watchers_, 0);
+    }
+  }
+  for (const auto& known : connections) {
+    if (const auto connection = known.lock()) connection->look_after();
+  }
+}
+
+std::vector<PortState> Engine::ports() const {
+  std::lock_guard lock(mutex_);
+  std::vector<PortState> all;
+  for (const TransportState& state : transports_)
+    all.insert(all.end(), state.ports.begin(), state.ports.end());
+  return all;
+}
+
+void Engine::watch_ports(const std::shared_ptr<CompletionQueue>& queue) {
+  std::lock_guard lock(mutex_);
+  port_watchers_.push_back(queue);
 }
 
 void Engine::close() {

@@ -15,8 +15,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/check.h"
 #include "base/completion_queue.h"
 #include "base/process_mark.h"
+#include "device/cuda_placement.h"
 #include "engine/connection.h"
 #include "lease/lease_table.h"
 #include "memory/host_memory.h"
@@ -46,8 +48,9 @@ struct TransportAccess {
   std::string name, address;
   std::vector<std::string> pool_keys;
   std::vector<std::string> lease_keys;  // of the lease slots and of the peer words
-  std::string refused;   // why the pool cannot be exported this way, and the fix; then there are no keys
-  bool bounces = false;  // what goes this way to and from the pool is staged in host memory
+  std::string refused;  // why the pool cannot be exported this way, and the fix; then there are no keys
+  std::vector<PortState> left_out = {};  // ports that could not be used
+  bool bounces = false;                  // what goes this way to and from the pool is staged in host memory
 };
 
 struct Accepted {
@@ -95,13 +98,20 @@ class Engine {
   const ProcessMark& process() const { return process_; }
   bool started() const { return leases_ != nullptr; }
   /// REQUIRES started().
-  LeaseTable& leases() { return *leases_; }
+  LeaseTable& leases() {
+    KVLINK_CHECK(started());
+    return *leases_;
+  }
   /// Grants through the engine, so that the owner thread sweeps while leases are active.
   Result<std::vector<LeaseSeat>> grant(uint64_t lease, uint32_t readers, uint64_t ready, int64_t ttl_ns);
   Status grant_at(uint64_t lease, std::span<const LeaseSeat> seats, uint64_t ready, int64_t ttl_ns);
   Result<LeaseSeat> grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns);
   Status grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
                        int64_t ttl_ns);
+  /// Whether these calls ask the driver what is behind the pool.
+  bool asks_driver() const { return placement_ != nullptr; }
+  /// Returns false if there is no such lease, or it has ended.
+  bool set_ready(uint64_t lease, uint64_t ready);
   /// Ends the soft leases that cover one of the blocks, and returns their number. On return the blocks may be
   /// written: what is read from then on does not validate, and transports with guards send none of it.
   uint32_t revoke(std::span<const uint32_t> blocks);
@@ -151,7 +161,10 @@ class Engine {
   TransportState* find(const std::string& transport);
   Status add_changed_keys(const TransportState& state, bool takes_keys, Accepted& accepted);
   void check_ports(TransportState& state);
-  Status check_serving() const;
+  void refresh(TransportState& state) const;
+  Status check_serving();
+  Status check_placement();
+  void stop_offering(const char* why);
   Status absent(const std::string& transport) const;
   Status allocate_own();
   Status register_all();
@@ -173,6 +186,7 @@ class Engine {
   std::string staging_refused_;
   std::shared_ptr<HostMemory> lease_slots_, peer_words_;
   std::shared_ptr<ScratchPool> scratch_;
+  std::shared_ptr<const cuda::Placement> placement_;  // null: nothing keeps the pool's memory but its address
   std::unique_ptr<LeaseTable> leases_;
   std::vector<std::shared_ptr<ProgressThread>> progress_;
   std::shared_ptr<CompletionQueue> control_;
@@ -182,7 +196,8 @@ class Engine {
   std::atomic<int64_t> watch_ended_until_ns_{0};
   std::atomic<uint64_t> fenced_soft_ends_{0};  // ends of soft leases after which guards were enforced
   std::atomic<bool> closing_{false};
-  std::atomic<bool> owner_asleep_{false};
+  std::atomic<bool> offers_no_more_{false};
+  SweeperSleep owner_sleep_;
   std::mutex wake_mutex_;  // guards wake_fd_
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
@@ -192,6 +207,7 @@ class Engine {
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
   Watchers ended_watchers_, port_watchers_;
+  std::string why_no_more_;
   bool closed_ = false;
 };
 

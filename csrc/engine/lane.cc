@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 
 namespace kvlink {
@@ -73,7 +74,8 @@ Lane::Driven Lane::drive() {
 void Lane::check_idle(bool wait) {
   const Hold hold = wait ? Hold(*this) : Hold(*this, std::try_to_lock);
   if (!hold || broken() || num_posted_ > 0) return;
-  poll(now_ns());
+  const int64_t now = now_ns();
+  guarded(now, [&] { poll(now); });
 }
 
 bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_ns) {
@@ -113,7 +115,25 @@ bool Lane::drive_for(const Transfer& transfer, int64_t until_ns) {
   return drove;
 }
 
+/// A contract that `work` finds broken ends the lane, and not the process: its transfers go on elsewhere or
+/// fail.
+template <typename Work>
+void Lane::guarded(int64_t now, Work work) {
+  try {
+    work();
+  } catch (const BrokenContract& broken) {
+    ended_.clear();
+    break_down(Status::Unreachable(broken.what()), now);
+  }
+}
+
 Lane::Driven Lane::drive_locked(int64_t now, bool send_settles) {
+  Driven driven;
+  guarded(now, [&] { driven = drive_round(now, send_settles); });
+  return driven;
+}
+
+Lane::Driven Lane::drive_round(int64_t now, bool send_settles) {
   take_inbox();
   if (broken()) {
     break_down(why_broken_, now);
@@ -187,6 +207,9 @@ void Lane::drop_stopped(int64_t now) {
   const size_t before = queue_.size();
   std::erase_if(queue_, [this](const auto& transfer) {
     const bool done = transfer->done();
+    KVLINK_DCHECK(!done || std::none_of(posted_.begin(), posted_.end(), [&](const Posted& posted) {
+      return posted.transfer == transfer;  // no byte of it lands any more
+    }));
     if (done) withdraw(*transfer);
     return done;
   });
@@ -305,9 +328,10 @@ bool Lane::post_settle(LaneWord word) {
 
 bool Lane::settle(LaneWord word) {
   if (const Hold hold(*this, std::try_to_lock); hold) {
-    if (!post_settle(word)) return false;
-    poll(now_ns());
-    return !broken();
+    const int64_t now = now_ns();
+    bool posted = false;
+    guarded(now, [&] { (posted = post_settle(word)) && poll(now); });
+    return posted && !broken();
   }
   {
     std::lock_guard lock(inbox_mutex_);
@@ -336,6 +360,7 @@ bool Lane::poll(int64_t now) {
 
 void Lane::collect(int64_t now) {
   for (const Completion& completion : ended_) {
+    KVLINK_CHECK(completion.token < posted_.size());  // pair of claim_token(): endpoints return what they got
     Posted& posted = posted_[completion.token];
     if (!posted.used) continue;
     const std::shared_ptr<Transfer> transfer = posted.transfer;
@@ -420,6 +445,7 @@ uint64_t Lane::claim_token(std::shared_ptr<Transfer> transfer, const Step& step)
 }
 
 void Lane::release(uint64_t token) {
+  KVLINK_CHECK(posted_[token].used && bytes_under_way_ >= posted_[token].step.bytes);
   const bool cancelled = posted_[token].cancelled_ns != 0;
   num_awaited_ -= posted_[token].transfer != nullptr;
   bytes_under_way_ -= posted_[token].step.bytes;

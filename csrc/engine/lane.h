@@ -8,16 +8,52 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/sync.h"
-#include "engine/announced_readers.h"
 #include "engine/transfer.h"
+#include "lease/lease_words.h"
 #include "staging/staged_transport.h"
 #include "transport_api/transport.h"
 
 namespace kvlink {
+
+/// Shared by the lanes of a connection. Any thread.
+class AnnouncedReaders {
+ public:
+  explicit AnnouncedReaders(uint32_t connection) : connection_(connection) {}
+
+  /// Returns the word that announces this connection.
+  uint64_t announcement(uint64_t nonce) const {
+    return Announcement{connection_, Announcement::tag_of(nonce)}.word();
+  }
+  uint64_t withdrawal(uint64_t nonce) const {
+    return Announcement{connection_, Announcement::tag_of(nonce), true}.word();
+  }
+
+  /// Counts one more pull that reads under the lease with this nonce.
+  void begin(uint64_t nonce) {
+    const std::lock_guard lock(mutex_);
+    ++pulls_[nonce];
+  }
+  /// Counts one pull less, if `is_first()`: no lane has reported its end before. Returns true if no pull
+  /// reads under the lease any more, whichever lane asks.
+  template <typename IsFirst>
+  bool end(uint64_t nonce, IsFirst is_first) {
+    const std::lock_guard lock(mutex_);
+    const auto found = pulls_.find(nonce);
+    if (found == pulls_.end()) return true;
+    if (is_first() && --found->second == 0) pulls_.erase(found);
+    return !pulls_.contains(nonce);
+  }
+
+ private:
+  const uint32_t connection_;
+  Mutex mutex_;
+  std::unordered_map<uint64_t, uint32_t> pulls_;  // by nonce
+};
 
 /// Drives lanes that no other thread drives, and sleeps while it has nothing to do. Any thread.
 class LaneDriver {
@@ -95,8 +131,7 @@ class Lane {
   /// Returns the settles that were queued when the lane broke, since the last call.
   std::vector<LaneWord> take_lost();
 
-  /// Returns the nanoseconds from post to completion of a read outside of any transfer. REQUIRES an idle
-  /// lane.
+  /// Returns the nanoseconds from post to completion of a read outside of any transfer, on an idle lane.
   Result<int64_t> time_read(const Chunk& chunk);
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
@@ -134,6 +169,9 @@ class Lane {
 
   void wake_driver();  // if work is left
   Driven drive_locked(int64_t now, bool send_settles);
+  Driven drive_round(int64_t now, bool send_settles);
+  template <typename Work>
+  void guarded(int64_t now, Work work);
   void take_inbox();
   void drop_stopped(int64_t now);
   void cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now);

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <string>
 
+#include "base/check.h"
 #include "base/clock.h"
 
 namespace kvlink {
@@ -89,7 +90,12 @@ void ProgressThread::run() {
       const short events = lane->traits().cpu_copies ? POLLIN : POLLRDHUP;
       watched.push_back({lane->broken() ? -1 : lane->traits().wake_fd, events, 0});
       if (lane->idle() && !lane->unsent()) continue;
-      const Lane::Driven driven = lane->drive();
+      Lane::Driven driven;
+      try {
+        driven = lane->drive();
+      } catch (const BrokenContract&) {  // also of a transfer that its broken lane gives back: the next round
+        driven.active = driven.progressed = true;  // goes on with the others
+      }
       if (lane->unsent()) last_unsent = now_ns();
       held |= driven.held;
       if (driven.held) continue;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/check.h"
 #include "base/clock.h"
 
 namespace kvlink {
@@ -67,6 +68,7 @@ std::shared_ptr<Pull> Pull::started(std::shared_ptr<Transfer> only,
 }
 
 void Pull::begin() {
+  KVLINK_CHECK(control_ != nullptr);
   std::lock_guard lock(mutex_);
   if (!actions_.empty()) {
     control_->push(token());

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace kvlink {
 
 Status StreamPlanner::start(const PullRequest& request) {
+  KVLINK_CHECK(request.stream != StreamUnit::kNone);
   unit_ = request.stream;
   if (request.batch_units > 0) batch_units_ = request.batch_units;
   Range layers = request.layers;
@@ -36,6 +39,7 @@ void StreamPlanner::follow(const GroupRead& read) {
 }
 
 Status StreamPlanner::plan(uint64_t ready, bool fold, Plan& into) {
+  KVLINK_CHECK(any_beyond(ready));
   ready = std::min(ready, total_units_);
   if (ready - planned_units_ > batch_units_) ready = planned_units_ + batch_units_;
   into.clear();

@@ -4,11 +4,36 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
 #include <vector>
 
-#include "engine/pull_request.h"
+#include "lease/lease_words.h"
+#include "plan/groups.h"
 
 namespace kvlink {
+
+/// The units that LeaseSlot::ready counts if a pull starts before all is written.
+enum class StreamUnit : uint8_t { kNone, kBlocks, kLayers, kTokens };
+
+/// A pull of one cache group, which it describes itself, or of several: then `more` has the others. The block
+/// lists are copied only when streaming.
+struct PullRequest : GroupRead {
+  std::span<const GroupRead> more;
+  /// Instead of the groups: the reads, planned before by the same connection.
+  std::shared_ptr<const Plan> prepared;
+  LeaseSeat seat;  // settle_nonce 0 or kSharedSeat: validate, do not settle
+  StreamUnit stream = StreamUnit::kNone;
+  uint32_t num_tokens = 0;  // of the offer; used with kTokens
+  int64_t deadline_ns = 0;  // by now_ns()
+  /// With a StreamUnit: at most this many units are read before the slot is looked at again; 0 for no limit.
+  uint64_t batch_units = 0;
+  /// Used by a streaming pull; may be empty. The first `units` have landed, and the nonce was read behind
+  /// them. Nothing writes their bytes any more, so others may read them. Never decreases. Called as
+  /// TransferObserver is.
+  std::function<void(uint64_t units)> on_proven;
+};
 
 class StreamPlanner {
  public:

@@ -144,9 +144,13 @@ void Transfer::expire(int64_t now) {
   {
     std::lock_guard lock(mutex_);
     if (done() || stopping_) return;
+    const std::string landed =
+        streams_ && plan().bytes == 0
+            ? ", before the owner had written anything"
+            : " with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan().bytes) +
+                  (streams_ ? " bytes landed that the owner had written" : " bytes landed");
     stop(Status::Timeout("the deadline passed after " + std::to_string((now - started_ns_) / 1'000'000) +
-                         " ms with " + std::to_string(stats_.bytes) + " of " + std::to_string(plan().bytes) +
-                         " bytes landed"));
+                         " ms" + landed));
     finish_if_stopped(now);
   }
   if (!done() && shared()) driver_->wake();  // another lane may have looked just before, and go to sleep
@@ -243,6 +247,7 @@ void Transfer::ended(const Step& step, const Status& status, int64_t now) {
 bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
   std::lock_guard lock(mutex_);
   const bool stopped_before = stopping_;
+  KVLINK_CHECK(in_flight_ > 0);  // pair of next(), as in dropped()
   --in_flight_;
   if (step.kind == Step::Kind::kSettle) {
     settle_ended(status, now);
@@ -284,6 +289,7 @@ void Transfer::on_slot(int64_t now) {
 /// REQUIRES that the lease's nonce was read behind the reads of all units planned so far.
 void Transfer::prove() {
   if (!streams_ || !all_landed()) return;
+  KVLINK_CHECK(words_[0] == seat_.nonce && stream_.planned_units() >= proven_units());
   proven_units_.store(stream_.planned_units(), std::memory_order_release);
   if (on_proven_) on_proven_(stream_.planned_units());
 }
@@ -314,6 +320,7 @@ void Transfer::settle_ended(const Status& status, int64_t now) {
 
 void Transfer::dropped(const Step& step, int64_t now) {
   std::lock_guard lock(mutex_);
+  KVLINK_CHECK(in_flight_ > 0);
   --in_flight_;
   if (done()) return;
   ++stats_.redone;
@@ -334,6 +341,9 @@ void Transfer::finish_if_stopped(int64_t now) {
 
 void Transfer::finish(Status status, int64_t now) {
   if (done()) return;
+  // No byte lands after the end, and what is valid has landed behind its own nonce.
+  KVLINK_CHECK(in_flight_ == 0);
+  KVLINK_CHECK(!status.ok() || (all_landed() && stream_.all_planned() && words_[0] == seat_.nonce));
   result_ = std::move(status);
   stats_.total_ns = now - started_ns_;
   if (!streams_) count_plan();

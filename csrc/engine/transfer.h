@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "base/process_mark.h"
 #include "base/status.h"
 #include "base/sync.h"
 #include "engine/path_stats.h"
-#include "engine/pull_request.h"
 #include "engine/stream_planner.h"
 #include "staging/staging_policy.h"
 #include "transport_api/transport.h"
@@ -123,7 +123,10 @@ class Transfer {
   bool too_late(int64_t now_ns) const { return now_ns >= deadline_ns_ && !done(); }
   /// When next() may return a step again although nothing ended (streaming polls `ready`).
   int64_t peek_at_ns() const { return peek_at_ns_.load(std::memory_order_relaxed); }
-  uint64_t planned_bytes() const { return plan().bytes; }  // REQUIRES not streaming
+  uint64_t planned_bytes() const {
+    KVLINK_CHECK(!streams_);  // nothing else changes the plan
+    return plan().bytes;
+  }
   double predicted_us() const { return stats_.predicted_us; }
 
   Chunk chunk(const Step& step, uint32_t lease_region) const;

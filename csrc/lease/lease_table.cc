@@ -4,7 +4,7 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
-#include <sys/random.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +12,9 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <string>
+
+#include "base/check.h"
 
 namespace kvlink {
 namespace {
@@ -44,19 +47,11 @@ bool are_zero(const PeerWords* words) {
 }  // namespace
 
 Status draw_from_kernel(std::span<uint64_t> words) {
-  std::span<std::byte> left = std::as_writable_bytes(words);
-  while (!left.empty()) {
-    const ssize_t drawn = ::getrandom(left.data(), left.size(), 0);
-    if (drawn > 0) {
-      left = left.subspan(static_cast<size_t>(drawn));
-    } else if (drawn == 0 || errno != EINTR) {
-      return {Code::kConfig,
-              std::string("no lease can be granted: the kernel gives no random numbers: getrandom: ") +
-                  std::strerror(errno),
-              "Allow getrandom in the seccomp profile of this process"};
-    }
-  }
-  return {};
+  if (::getentropy(words.data(), words.size_bytes()) == 0) return {};
+  return {Code::kConfig,
+          std::string("no lease can be granted: the kernel gives no random numbers: getentropy: ") +
+              std::strerror(errno),
+          "Allow getrandom in the seccomp profile of this process"};
 }
 
 LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, uint64_t epoch,
@@ -67,6 +62,9 @@ LeaseTable::LeaseTable(std::span<std::byte> slots, std::span<std::byte> words, u
       records_(slots.size() / sizeof(LeaseSlot)),
       deadlines_(records_.size()),
       draw_(std::move(draw)) {
+  KVLINK_CHECK(records_.size() > 1 && slots.size() == slots_bytes(records_.size() - 1));
+  KVLINK_CHECK(words.size() == words_bytes(records_.size() - 1));
+  KVLINK_CHECK(reinterpret_cast<uintptr_t>(slots.data()) % alignof(LeaseSlot) == 0);
   new (slots.data()) LeaseTableHeader{LeaseTableHeader::kMagic, epoch, records_.size(), {}};
   for (size_t slot = 1; slot < records_.size(); ++slot) {
     new (&slots_[slot]) LeaseSlot{};
@@ -120,14 +118,13 @@ Result<std::vector<LeaseSeat>> LeaseTable::grant(uint64_t lease, uint32_t reader
   std::lock_guard lock(mutex_);
   Lease granted = make_lease(lease, ttl_ns, now_ns);
   if (!may_grant(lease, readers)) return why_not(lease, readers);
-  const bool needs_room = readers > free_.size();
-  if (needs_room && readers > free_.size() + soft_.size()) {
+  if (readers > free_.size() + soft_.size()) {
     return Status(Code::kConfig,
                   "the lease table is full: " + std::to_string(leases_.size()) + " leases are active",
                   "Settle or abort offers, shorten their time to live, or raise KVLINK_LEASE_SLOTS");
   }
   if (Status status = draw_nonces(2 * size_t{readers}); !status.ok()) return status;
-  if (needs_room) make_room(readers);
+  make_room(readers);
   std::vector<LeaseSeat> seats;
   for (uint32_t reader = 0; reader < readers; ++reader) {
     seats.push_back({free_.pop(), take_nonce(), take_nonce()});
@@ -177,6 +174,8 @@ void LeaseTable::publish(const LeaseSeat& seat, const SlotRecord& record, int64_
   records_[seat.slot] = record;
   deadlines_.set(seat.slot, deadline_ns);
   LeaseSlot& shared = slots_[seat.slot];
+  KVLINK_CHECK(shared.nonce.load(std::memory_order_relaxed) <
+               kSmallestNonce);  // pair of end_seat(), end_soft()
   shared.ready.store(ready, std::memory_order_relaxed);
   shared.nonce.store(seat.nonce, std::memory_order_release);
 }
@@ -233,9 +232,7 @@ bool LeaseTable::set_ttl(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
 
 uint64_t LeaseTable::lease_at(uint32_t slot, uint64_t settle_nonce) {
   std::lock_guard lock(mutex_);
-  const bool known = slot > 0 && slot < records_.size() && settle_nonce >= kSmallestNonce &&
-                     records_[slot].settle_nonce == settle_nonce;
-  return known ? records_[slot].lease : 0;
+  return slot < records_.size() && records_[slot].settle_nonce == settle_nonce ? records_[slot].lease : 0;
 }
 
 bool LeaseTable::renew(uint32_t slot, uint64_t settle_nonce, int64_t now_ns) {
@@ -258,6 +255,13 @@ void LeaseTable::abort_all() {
   for (auto& [id, lease] : leases_) abort(lease);
   uint64_t uncounted = 0;
   while (soft_.size() > 0) end_soft(soft_.oldest(), LeaseEnd::kAborted, uncounted);
+}
+
+void LeaseTable::void_all() {
+  std::lock_guard lock(mutex_);
+  for (size_t slot = 1; slot < records_.size(); ++slot)
+    slots_[slot].nonce.store(static_cast<uint64_t>(LeaseEnd::kAborted), std::memory_order_release);
+  full_fence();
 }
 
 /// Returns false if its readers had settled before.
@@ -317,13 +321,17 @@ void LeaseTable::take_settled(uint32_t slot) {
 
 void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   if (!seat.open) return;
+  const uint64_t ends = slots_[seat.slot].nonce.load(std::memory_order_relaxed);  // pair of publish()
+  KVLINK_CHECK(lease.num_open > 0 && ends >= kSmallestNonce);
+  KVLINK_CHECK(records_[seat.slot].lease == lease.id &&
+               records_[seat.slot].tag == Announcement::tag_of(ends));
   seat.open = false;
   deadlines_.remove(seat.slot);
   ended_slots_.push_back(seat.slot);
   if (--lease.num_open == 0) ended_leases_.push_back(lease.id);
   slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // The owner's later writes into the blocks are ordered after the nonce's removal.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  full_fence();
   hear_reader(seat.slot);
   if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // a reader that settled reads no more
 }
@@ -372,6 +380,7 @@ void LeaseTable::report(int64_t now_ns, Swept& swept) {
   ended_slots_.clear();
   for (const uint64_t id : ended_leases_) {
     const auto found = leases_.find(id);
+    KVLINK_CHECK(found != leases_.end() && found->second.num_open == 0);  // it is reported once
     const LeaseEnd how = found->second.how;
     counts_.settled += how == LeaseEnd::kSettled;
     counts_.expired += how == LeaseEnd::kExpired;
@@ -389,6 +398,105 @@ LeaseCounts LeaseTable::counts(int64_t now_ns) const {
   counts.active = leases_.size();
   for (const auto& [id, lease] : leases_)
     counts.oldest_ns = std::max(counts.oldest_ns, now_ns - lease.granted_ns);
+  return counts;
+}
+
+// Soft leases, which end before their blocks get new content.
+
+/// Ends soft leases, the oldest first, until so many slots are free. Returns false, and ends none, if they
+/// have too few.
+bool LeaseTable::make_room(uint32_t num_slots) {
+  if (num_slots > free_.size() + soft_.size()) return false;
+  while (free_.size() < num_slots) end_soft(soft_.oldest(), LeaseEnd::kEvicted, soft_counts_.displaced);
+  return true;
+}
+
+Result<LeaseSeat> LeaseTable::grant_soft(std::span<const uint32_t> blocks, uint64_t ready, int64_t ttl_ns,
+                                         int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (Status status = check_soft(blocks); !status.ok()) return status;
+  if (Status status = draw_nonces(1); !status.ok()) return status;
+  if (!make_room(1)) {
+    return Status(Code::kConfig,
+                  "the lease table is full of leases that pin blocks: " + std::to_string(leases_.size()),
+                  "Offer again once some have ended, or raise KVLINK_LEASE_SLOTS");
+  }
+  const LeaseSeat seat{free_.pop(), take_nonce(), kSharedSeat};
+  open_soft(seat, blocks, ready, ttl_ns, now_ns);
+  return seat;
+}
+
+Status LeaseTable::grant_soft_at(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                                 int64_t ttl_ns, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (Status status = check_soft(blocks); !status.ok()) return status;
+  if ((!free_.contains(seat.slot) && !soft_.has(seat.slot)) || seat.nonce < kSmallestNonce ||
+      !seat.is_shared()) {
+    return Status::Config("lease slot " + std::to_string(seat.slot) +
+                          " is taken or does not exist, or it is no shared seat with a random nonce");
+  }
+  if (soft_.has(seat.slot)) end_soft(seat.slot, LeaseEnd::kEvicted, soft_counts_.displaced);
+  free_.remove(seat.slot);
+  open_soft(seat, blocks, ready, ttl_ns, now_ns);
+  return {};
+}
+
+Status LeaseTable::check_soft(std::span<const uint32_t> blocks) {
+  if (blocks.empty() || blocks.size() > SoftLeases::kMaxEntries) {
+    return Status::Config("a soft lease covers 1 to " + std::to_string(SoftLeases::kMaxEntries) + " blocks");
+  }
+  return {};
+}
+
+void LeaseTable::open_soft(const LeaseSeat& seat, std::span<const uint32_t> blocks, uint64_t ready,
+                           int64_t ttl_ns, int64_t now_ns) {
+  while (!soft_.has_room_for(blocks.size()))
+    end_soft(soft_.oldest(), LeaseEnd::kEvicted, soft_counts_.displaced);
+  const int64_t now = aged(now_ns);
+  const bool expires = ttl_ns < kNoExpiryNs - now;
+  soft_.add(seat.slot, blocks);
+  num_expiring_soft_ += expires;
+  publish(seat, {}, expires ? now + ttl_ns : SeatDeadlines::kNever, ready);
+  count_active();
+  ++soft_counts_.granted;
+}
+
+Revoked LeaseTable::revoke(std::span<const uint32_t> blocks) {
+  std::lock_guard lock(mutex_);
+  const uint64_t before = num_soft_ended_;
+  soft_.end_covering(blocks,
+                     [this](uint32_t slot) { end_soft(slot, LeaseEnd::kEvicted, soft_counts_.evicted); });
+  release_fence();  // for leases that another thread has ended: this one has seen their tombstones
+  return {static_cast<uint32_t>(num_soft_ended_ - before), num_soft_ended_};
+}
+
+bool LeaseTable::withdraw_soft(uint32_t slot, uint64_t nonce) {
+  std::lock_guard lock(mutex_);
+  if (!soft_.has(slot) || !holds(slot, nonce)) return false;
+  uint64_t uncounted = 0;
+  end_soft(slot, LeaseEnd::kAborted, uncounted);
+  return true;
+}
+
+/// The slot is free at once: no reader stores to it, and nothing but the nonce names the lease.
+void LeaseTable::end_soft(uint32_t slot, LeaseEnd how, uint64_t& count) {
+  KVLINK_CHECK(soft_.has(slot) && slots_[slot].nonce.load(std::memory_order_relaxed) >= kSmallestNonce);
+  slots_[slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
+  // The owner's later writes into the blocks are ordered after the nonce's removal.
+  full_fence();
+  num_expiring_soft_ -= deadlines_.at(slot) != SeatDeadlines::kNever;
+  deadlines_.remove(slot);
+  soft_.end(slot);
+  free_.push(slot);
+  ++num_soft_ended_;
+  ++count;
+  count_active();
+}
+
+SoftLeaseCounts LeaseTable::soft_counts() const {
+  std::lock_guard lock(mutex_);
+  SoftLeaseCounts counts = soft_counts_;
+  counts.active = soft_.size();
   return counts;
 }
 

@@ -12,23 +12,95 @@
 // still there after the data means that the read came before the write. It has one seat for all its readers.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <map>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "base/check.h"
 #include "base/free_slots.h"
 #include "base/status.h"
 #include "base/sync.h"
-#include "lease/lease_readers.h"
 #include "lease/lease_words.h"
-#include "lease/seat_deadlines.h"
 #include "lease/soft_leases.h"
 
 namespace kvlink {
+
+/// The readers by slot. Empty, and free of cost, if no transport fences.
+class LeaseReaders {
+ public:
+  void hear(uint32_t slot, const Announcement& said) {
+    std::vector<uint64_t>& known = readers_[slot];
+    const auto found = std::find(known.begin(), known.end(), said.connection);
+    if (said.withdrawn && found != known.end()) known.erase(found);
+    if (!said.withdrawn && found == known.end()) known.push_back(said.connection);
+    if (known.empty()) readers_.erase(slot);
+  }
+  const std::map<uint32_t, std::vector<uint64_t>>& all() const { return readers_; }
+  void forget(uint32_t slot) { readers_.erase(slot); }
+  /// Appends the readers of the slot, and forgets them.
+  void take(uint32_t slot, std::vector<uint64_t>& taken) {
+    const auto found = readers_.find(slot);
+    if (found == readers_.end()) return;
+    taken.insert(taken.end(), found->second.begin(), found->second.end());
+    readers_.erase(found);
+  }
+
+ private:
+  std::map<uint32_t, std::vector<uint64_t>> readers_;
+};
+
+/// The deadline of each slot's seat while it is open. To find those that have passed costs one comparison per
+/// group of slots in which none has, so idle seats are not looked at one by one.
+class SeatDeadlines {
+ public:
+  /// The deadline of a seat that does not expire.
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max() - 1;
+
+  explicit SeatDeadlines(size_t num_slots)
+      : by_slot_(num_slots, kNone), earliest_((num_slots + kGroup - 1) / kGroup, kNone) {}
+
+  bool has(uint32_t slot) const { return by_slot_[slot] != kNone; }
+  int64_t at(uint32_t slot) const {
+    KVLINK_CHECK(has(slot));
+    return by_slot_[slot];
+  }
+  void set(uint32_t slot, int64_t deadline_ns) {
+    by_slot_[slot] = deadline_ns;
+    int64_t& earliest = earliest_[slot / kGroup];
+    earliest = std::min(earliest, deadline_ns);
+  }
+  void remove(uint32_t slot) { by_slot_[slot] = kNone; }
+  /// Calls `expire` for each slot whose deadline has passed, the lowest first. It removes that deadline, and
+  /// may remove others.
+  template <typename Expire>
+  void take_passed(int64_t now_ns, Expire expire) {
+    for (size_t group = 0; group < earliest_.size(); ++group) {
+      if (now_ns < earliest_[group]) continue;
+      const size_t first = group * kGroup, end = std::min(first + kGroup, by_slot_.size());
+      for (size_t slot = first; slot < end; ++slot) {
+        if (now_ns >= by_slot_[slot]) expire(static_cast<uint32_t>(slot));
+      }
+      const auto begin = by_slot_.begin();
+      earliest_[group] =
+          *std::min_element(begin + static_cast<ptrdiff_t>(first), begin + static_cast<ptrdiff_t>(end));
+    }
+  }
+  const std::vector<int64_t>& all() const { return by_slot_; }
+
+ private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  static constexpr size_t kGroup = 256;
+
+  std::vector<int64_t> by_slot_;
+  std::vector<int64_t> earliest_;  // by group: no deadline in it is earlier
+};
 
 /// How a seat or a lease ended. Its number is the tombstone in the slot.
 enum class LeaseEnd : uint8_t { kSettled = 1, kExpired = 2, kAborted = 3, kEvicted = 4 };
@@ -70,7 +142,29 @@ inline constexpr int64_t kNoExpiryNs = SeatDeadlines::kNever;
 /// keeps none for ever.
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
 
-/// Fills the words with random bits. Returns the reason if it cannot.
+/// The sleep of the thread that sweeps. It stores that it sleeps, and looks for leases; who grants one stores
+/// their number, and looks whether it sleeps. All four are sequentially consistent: with less, both may look
+/// before the other's store is visible, and the lease is never swept.
+class SweeperSleep {
+ public:
+  /// Returns whether there is no work. awake() ends the sleep.
+  template <typename HasWork>
+  bool may_sleep(HasWork has_work) {
+    asleep_.store(true);
+    const bool works = has_work();
+    if (works) asleep_.store(false);
+    return !works;
+  }
+  void awake() { asleep_.store(false); }
+  /// Whoever has made work wakes the thread then.
+  bool asleep() const { return asleep_.load(); }
+  const void* flag() const { return &asleep_; }
+
+ private:
+  Atomic<bool> asleep_{false};
+};
+
+/// Fills the words, 32 at most, with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);
 
@@ -135,6 +229,8 @@ class LeaseTable {
   bool abort(uint64_t lease);
   /// Ends every lease because the owner is closing: reads from now on must not validate.
   void abort_all();
+  /// The same without a look at what it knows, which a BrokenContract has shown to be wrong.
+  void void_all();
   /// Stores `settled` for a reader whose data path is gone. Returns false if slot or value are wrong.
   bool settle(uint32_t slot, uint64_t settled);
   /// Ends seats that were settled or expired, and reports the leases all of whose seats have ended. On return

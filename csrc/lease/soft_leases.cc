@@ -6,6 +6,7 @@
 namespace kvlink {
 
 void SoftLeases::add(uint32_t slot, std::span<const uint32_t> blocks) {
+  KVLINK_CHECK(slot != 0 && !has(slot));
   forget_ended();
   if (!blocks.empty()) {
     const size_t num_blocks = size_t{*std::max_element(blocks.begin(), blocks.end())} + 1;
@@ -35,6 +36,7 @@ void SoftLeases::add(uint32_t slot, std::span<const uint32_t> blocks) {
 }
 
 void SoftLeases::end(uint32_t slot) {
+  KVLINK_CHECK(has(slot));
   const uint32_t index = by_slot_[slot];
   Lease& lease = leases_[index];
   leases_[lease.older].newer = lease.newer;
@@ -60,9 +62,7 @@ void SoftLeases::unlist(const Entry& one) {
 
 void SoftLeases::forget_ended() {
   for (const uint32_t index : ended_) {
-    for (const Entry& one : leases_[index].entries) {
-      if (one.block != kUnlisted) unlist(one);
-    }
+    for (const Entry& one : leases_[index].entries) unlist(one);
     leases_[index].entries = {};
     unused_.push_back(index);
   }

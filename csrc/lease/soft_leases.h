@@ -4,9 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
+
+#include "base/check.h"
 
 namespace kvlink {
 
@@ -31,7 +32,6 @@ class SoftLeases {
       if (block >= heads_.size() || heads_[block].lease == 0) continue;
       for (Place at = heads_[block]; at.lease != 0; at = entry(at).next) {
         if (const uint32_t slot = leases_[at.lease].slot; slot != 0) end_slot(slot);
-        entry(at).block = kUnlisted;
       }
       heads_[block] = {};
     }
@@ -39,7 +39,10 @@ class SoftLeases {
 
   bool has(uint32_t slot) const { return slot < by_slot_.size() && by_slot_[slot] != 0; }
   /// Returns the slot of the oldest lease. REQUIRES size() > 0.
-  uint32_t oldest() const { return leases_[leases_[0].newer].slot; }
+  uint32_t oldest() const {
+    KVLINK_CHECK(size_ > 0);
+    return leases_[leases_[0].newer].slot;
+  }
   uint32_t size() const { return size_; }
   /// Returns whether a lease over this many more blocks has room beside those that have not ended.
   bool has_room_for(size_t num_blocks) const { return num_live_entries_ + num_blocks <= kMaxEntries; }
@@ -47,12 +50,11 @@ class SoftLeases {
  private:
   friend struct SoftLeasesState;  // tests/cpp/lease: compares indexes
 
-  static constexpr uint32_t kUnlisted = std::numeric_limits<uint32_t>::max();
   struct Place {
     uint32_t lease = 0, entry = 0;  // lease 0: none
   };
   struct Entry {
-    uint32_t block;  // kUnlisted: no longer in the list of a block
+    uint32_t block;
     Place previous, next;
   };
   struct Lease {

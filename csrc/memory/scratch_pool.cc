@@ -3,10 +3,12 @@
 
 namespace kvlink {
 
-ScratchPool::ScratchPool(std::shared_ptr<HostMemory> memory, uint32_t region)
+ScratchPool::ScratchPool(std::shared_ptr<HostMemory> memory, uint32_t region, bool has_sink)
     : memory_(std::move(memory)), region_(region) {
   const MemoryRange range = memory_->range();
-  for (uint64_t at = range.bytes; at >= kLineBytes; at -= kLineBytes) {
+  const uint64_t end = has_sink ? range.bytes - kSinkBytes : range.bytes;
+  if (has_sink) sink_ = range.base + end;
+  for (uint64_t at = end; at >= kLineBytes; at -= kLineBytes) {
     free_.push_back(reinterpret_cast<uint64_t*>(range.base + at - kLineBytes));
   }
 }

@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "base/check.h"
 #endif
 
 // The other process may be writing what is copied here; ThreadSanitizer must not check it.
@@ -126,6 +128,7 @@ void load_fence() {
 }
 
 void load_words(std::byte* to, const std::byte* from, size_t bytes) {
+  KVLINK_DCHECK((reinterpret_cast<uintptr_t>(from) | bytes) % sizeof(uint64_t) == 0);
   load_fence();
   for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
     const uint64_t word = __atomic_load_n(reinterpret_cast<const uint64_t*>(from + at), __ATOMIC_ACQUIRE);
@@ -139,6 +142,7 @@ void copy_shared(std::byte* to, const std::byte* from, uint32_t bytes) {
 }
 
 void store_word(std::byte* to, uint64_t value) {
+  KVLINK_DCHECK(reinterpret_cast<uintptr_t>(to) % sizeof value == 0);
   __atomic_store_n(reinterpret_cast<uint64_t*>(to), value, __ATOMIC_RELEASE);
 }
 

@@ -8,6 +8,7 @@
 #include <span>
 #include <utility>
 
+#include "base/check.h"
 #include "plan/planner.h"
 
 namespace kvlink {
@@ -25,7 +26,10 @@ class Spans {
         std::span<const uint32_t> reader_blocks, Range tokens)
       : owner_(owner, owner_blocks, tokens.begin),
         reader_(reader, reader_blocks, tokens.begin),
-        left_(tokens.end - tokens.begin) {}
+        left_(tokens.end - tokens.begin) {
+    KVLINK_CHECK(left_ == 0 || owner_blocks.size() * owner.block_tokens >= tokens.end);
+    KVLINK_CHECK(left_ == 0 || reader_blocks.size() * reader.block_tokens >= tokens.end);
+  }
 
   bool next(Span& span) {
     if (left_ == 0) return false;
@@ -72,7 +76,12 @@ class CommonSpans {
   /// REQUIRES lists that cover each end's part of `tokens`.
   CommonSpans(const Layout& owner, std::span<const uint32_t> owner_blocks, const Layout& reader,
               std::span<const uint32_t> reader_blocks, Range tokens)
-      : owner_(owner, owner_blocks), reader_(reader, reader_blocks), tokens_(tokens) {}
+      : owner_(owner, owner_blocks), reader_(reader, reader_blocks), tokens_(tokens) {
+    for (const auto& [layout, blocks] : {std::pair(&owner, owner_blocks), {&reader, reader_blocks}}) {
+      KVLINK_CHECK(tokens.begin >= tokens.end ||
+                   blocks.size() * layout->block_tokens >= layout->tokens.num_before(tokens.end));
+    }
+  }
 
   bool next(Span& span) {
     uint64_t at = tokens_.begin;
@@ -106,6 +115,7 @@ class CommonSpans {
     }
     /// Returns how many tokens follow each other in the same block. REQUIRES a position that it holds.
     uint64_t tokens_left(uint64_t position) const {
+      KVLINK_DCHECK(first_from(position) == position);
       const uint64_t in_block = index_of(position) % layout_->block_tokens;
       const uint64_t of_block = layout_->block_tokens - in_block;
       if (layout_->tokens.is_whole()) return of_block;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace kvlink {
 
 namespace {
@@ -36,6 +38,7 @@ Status plan_groups(const GroupRead& first, std::span<const GroupRead> more, Plan
 }
 
 Status plan_behind(const GroupRead& group, const PlanScope& scope, Plan& into) {
+  KVLINK_CHECK(into.repeats.empty());
   Plan more;
   if (Status refused = group.planner->plan(group.owner_blocks, group.reader_blocks, scope, more);
       !refused.ok()) {

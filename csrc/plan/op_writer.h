@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
 #include "plan/planner.h"
 
 namespace kvlink {
@@ -47,6 +48,7 @@ class Writer {
   /// Repeats everything before `end`, moved from one plane's start to another's. REQUIRES a sealed `end`, and
   /// that all before it reads one remote region into one local region.
   void stamp(Mark end, const PlanePair& from, const PlanePair& to) {
+    KVLINK_CHECK(end.ops == sealed_ops_ && end.segments <= num_segments_);
     reserve(end);
     const uint64_t shift = to.remote - from.remote;
     const uint32_t first = static_cast<uint32_t>(num_segments_);

@@ -5,9 +5,11 @@
 #include "plan/planner.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
 #include <utility>
 
+#include "base/check.h"
 #include "plan/block_spans.h"
 #include "plan/layout_check.h"
 #include "plan/op_writer.h"
@@ -37,6 +39,9 @@ Arrangement arrange(std::vector<PlanePair> planes, uint64_t block_stride, uint64
   Arrangement made;
   made.planes = std::move(planes);
   const auto& sorted = made.planes;
+  KVLINK_DCHECK(std::is_sorted(sorted.begin(), sorted.end(), [](const PlanePair& a, const PlanePair& b) {
+    return std::pair(a.remote_region, a.remote) < std::pair(b.remote_region, b.remote);
+  }));
   for (uint32_t i = 0; i < sorted.size();) {
     const PlanePair& first = sorted[i];
     Group group{i, 0, false, false};
@@ -66,6 +71,7 @@ struct BlockRange {
 
 /// Returns the indices of the blocks with a worker's part of the tokens. REQUIRES a range that is not empty.
 BlockRange blocks_of(const Layout& layout, Range tokens) {
+  KVLINK_CHECK(tokens.begin < tokens.end);
   const uint64_t first = layout.tokens.num_before(tokens.begin), end = layout.tokens.num_before(tokens.end);
   if (first == end) return {};
   return {first / layout.block_tokens, (end - 1) / layout.block_tokens + 1};
@@ -102,6 +108,7 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
   uint64_t repeated = 0;
   for (uint32_t id : ids) {
     repeated |= seen[id / 64] >> (id % 64) & 1;
+    KVLINK_DCHECK(id < num_blocks);
     seen[id / 64] |= uint64_t{1} << (id % 64);
   }
   return repeated != 0;
@@ -110,6 +117,7 @@ bool has_repeated(std::span<const uint32_t> ids, uint32_t num_blocks) {
 /// REQUIRES an id from `first` on that occurs twice.
 Status repeated(std::span<const uint32_t> ids, size_t first) {
   size_t at = first + 1;
+  KVLINK_DCHECK(std::set(ids.begin() + first, ids.end()).size() < ids.size() - first);
   while (std::find(ids.begin() + first, ids.begin() + at, ids[at]) == ids.begin() + at) ++at;
   return Status::Config("into names a block twice: " + std::to_string(ids[at]) + ", again at index " +
                         std::to_string(at));

@@ -17,7 +17,6 @@ struct TokenSplit {
   bool is_whole() const { return size == 1; }
   /// Returns how many of the tokens before `position` the worker holds.
   uint64_t num_before(uint64_t position) const {
-    if (is_whole()) return position;
     const uint64_t turn = uint64_t{size} * interleave, begin = uint64_t{rank} * interleave;
     const uint64_t in_turn = position % turn;
     return position / turn * interleave +
@@ -25,7 +24,6 @@ struct TokenSplit {
   }
   /// Returns the position of the token that is number `index` among those that the worker holds.
   uint64_t position_of(uint64_t index) const {
-    if (is_whole()) return index;
     return (index / interleave * size + rank) * interleave + index % interleave;
   }
 };

@@ -18,6 +18,7 @@ class GatherKernel;
 struct NicOption {
   std::string port;  // "mlx5_0:1"
   uint32_t mbps = 1;
+  bool named = false;  // by a user: without it verbs is not used. Others are left out, each by itself
 };
 
 /// How verbs connects queue pairs. 0 or empty: what the device or the fabric has by itself.

@@ -63,6 +63,7 @@ struct PortState {
   std::string away;         // why, while its device is gone; empty: it is here
   uint32_t times_away = 0;  // so far
   bool held = false;        // connections still hold the device that is gone
+  bool left_out = false;    // for good; `away` is the reason with the fix
   bool operator==(const PortState&) const = default;
 };
 

@@ -78,7 +78,9 @@ class Transport {
   /// Returns what a peer needs to decide whether it can reach this worker, and to do so.
   virtual std::string address() const = 0;
   virtual const Capabilities& capabilities() const = 0;
-  /// Returns the ports whose devices come and go. serve() updates them. Any thread.
+  /// Returns the ports whose devices come and go, which serve() updates, and those that could not be opened
+  /// or could not register the memory. Registration may leave out ports of address() and of the keys of
+  /// regions. Any thread.
   virtual std::vector<PortState> ports() const { return {}; }
 
   /// Refuses (kTransportUnavailable, reason and fix) memory that this transport cannot export. The reader's

@@ -12,8 +12,8 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from kvlink.cli import app as cli
-from kvlink.cli.numbers import size_text
 from kvlink.cli.plugins import GROUP
+from kvlink.cli.tables import size_text
 from kvlink.config import CATALOGUE
 from kvlink.config.setting import Setting
 

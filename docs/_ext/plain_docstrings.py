@@ -30,7 +30,13 @@ def _process(app: Any, what: str, name: str, obj: object, options: Any, lines: l
     lines[:] = as_rst(lines)
 
 
+def _names_of_types(app: Any, what: str, name: str, obj: object, options: Any, *both: str | None) -> Any:
+    """Shows an alias within a union by its name, as `autodoc_type_aliases` does outside of unions."""
+    return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in both)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _process)
+    app.connect("autodoc-process-signature", _names_of_types)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -33,7 +33,7 @@ def main() -> None:
                     source,
                     into=BLOCKS,
                     readers=parents.count(number),
-                    instead=None if parent < 0 else seats[number],
+                    fallback=None if parent < 0 else seats[number],
                 )
             )
         for relay in relays:

@@ -33,9 +33,8 @@ from .grants import Grants
 from .l1 import L1Memory, manager_of, name_of_key
 from .pages import Object, Pages, Wanted
 from .places import Places
-from .reads import Peer, Reads
+from .reads import MARGIN_S, Peer, Reads, read_timeout_s
 from .sockets import Answering, Asking, plain
-from .times import MARGIN_S, read_timeout_s
 
 _log = logging.getLogger("kvlink.lmcache")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from kvlink.runtime.backoff import doubled_s
+
 FIRST_BACK_OFF_S = 0.5
 MOST_BACK_OFF_S = 10.0
 
@@ -88,9 +90,8 @@ class Ring:
         """Records that a request or a probe failed, and with `gone` that the server itself was not there."""
         state = self._states[url]
         state.gone = state.gone or gone
-        back_off_s = min(FIRST_BACK_OFF_S * 2**state.failures, MOST_BACK_OFF_S)
-        state.failures = min(state.failures + 1, 16)
-        state.away_until_s = now_s + back_off_s
+        state.failures += 1
+        state.away_until_s = now_s + doubled_s(state.failures, FIRST_BACK_OFF_S, MOST_BACK_OFF_S)
 
     def succeeded(self, url: str) -> None:
         """Records that a request or a probe was answered, which makes the server available, unless it drains."""

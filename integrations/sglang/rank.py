@@ -49,6 +49,10 @@ def _refuse_unsupported(manager: Any) -> None:
             get_disagg().disaggregation_decode_host_receive_threshold < 1
         ),
         "switching roles (--enable-pd-role-switch)": bool(manager.server_args.enable_pd_role_switch),
+        # Caches that come back at the same addresses are other memory than what peers and NICs have mapped.
+        "the memory saver (--enable-memory-saver)": bool(
+            getattr(manager.server_args, "enable_memory_saver", False)
+        ),
         "staging buffers (SGLANG_DISAGG_STAGING_BUFFER)": bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
     }
     for what, is_wanted in wanted.items():

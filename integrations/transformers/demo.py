@@ -3,55 +3,89 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import GenerationConfig, __version__
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, __version__
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvlink import WorkerConfig
-from kvlink.demo.messages import Reply, until_none
-from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS, Expected, tokenize
-from kvlink.errors import TransferError
+from kvlink.demo.processes import Reply
+from kvlink.demo.servers import (
+    BLOCK_TOKENS,
+    NUM_BLOCKS,
+    NUM_NEW_TOKENS,
+    POISON,
+    PROMPTS,
+    Options,
+    digest,
+    tokenize,
+    until_none,
+)
+from kvlink.errors import ConfigError, TransferError
 
 from .handoff import KVLinkHandoff
 from .handoff_message import Handoff
-from .tiny_llama import tiny_llama
 
-PAGE_TOKENS = 16
-_NUM_PAGES = 256
+VOCABULARY = 256
+_SEED = 2024
+# With the usual 0.02, a random Llama repeats its last token and ignores its cache. From 0.1 on, the output varies.
+_WEIGHT_STD = 0.2
+
+
+def tiny_llama(device: str = "cpu") -> Any:
+    """Returns a Llama with four layers and four KV heads of 64 dimensions, in float32. Limits torch to one thread.
+
+    Raises ConfigError for a GPU that torch does not see.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch sees no GPU for {device}; run on a machine with a GPU, and install a CUDA build of torch"
+        )
+    torch.set_num_threads(1)  # makes sums bit-equal in every process
+    torch.manual_seed(_SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=_WEIGHT_STD,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    network: Any = LlamaForCausalLM(config)
+    network.train(False)
+    return network.to(device)
+
+
 _BATCH_TOKENS = 256
-_LEASE_S = 60.0
-_PULL_S = 20.0
 _RESULT_S = 50.0
-# Large, so that a block that was not pulled makes all later tokens wrong; finite, as masked values must stay 0.
-_POISON = 1e4
 
 
 class _Engine:
     """A continuous batching manager on its own model. The role starts it once it is ready for requests."""
 
-    def __init__(self, patience: float, device: str) -> None:
-        self.patience = patience
+    def __init__(self, options: Options) -> None:
+        self.within_s = _RESULT_S * options.patience
         config = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS, num_blocks=_NUM_PAGES, max_batch_tokens=_BATCH_TOKENS
+            page_size=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, max_batch_tokens=_BATCH_TOKENS
         )
         greedy = GenerationConfig(do_sample=False, max_new_tokens=NUM_NEW_TOKENS, eos_token_id=-1)
-        self.manager: Any = tiny_llama(device).init_continuous_batching(greedy, config)
+        self.manager: Any = tiny_llama(options.device).init_continuous_batching(greedy, config)
 
     def tokens_of(self, request_id: str) -> list[int]:
         """Returns the tokens of the only active request once it has finished. Raises TransferError."""
-        output = self.manager.get_result(request_id, timeout=_RESULT_S * self.patience)
+        output = self.manager.get_result(request_id, timeout=self.within_s)
         if output is None or output.error:
             raise TransferError(f"request {request_id} has no tokens: {output and output.error}")
         return [int(token) for token in output.generated_tokens]
 
     def close(self) -> None:
-        """Implements Role."""
+        """Stops the manager."""
         if self.manager.is_running():
             self.manager.stop()
 
@@ -61,46 +95,40 @@ class _Peer(_Engine):
 
     name: str
 
-    def __init__(self, transport: str, coordinator: str, patience: float = 1.0, device: str = "cpu") -> None:
-        super().__init__(patience, device)
-        config = WorkerConfig.from_env()
+    def __init__(self, transport: str, coordinator: str, options: Options) -> None:
+        super().__init__(options)
         self.handoff = KVLinkHandoff(
             self.manager,
             f"{self.name}-{transport}",
             coordinator=coordinator,
             transports=transport,
-            config=replace(config, lease_s=_LEASE_S * patience, timeout_s=_PULL_S * patience),
+            config=options.worker_config(),
         )
         self.manager.start()
 
     def digest(self, block_ids: Sequence[int], num_tokens: int) -> str:
-        """Returns a digest that is equal on both sides exactly if every token's bytes are, whatever the block ids."""
+        """Returns the digest of a request's rows in `block_ids`."""
         pool, planes = self.handoff.worker.pool, 2 * self.manager.model.config.num_hidden_layers
         seen = pool.numpy() if pool.gpu is None else pool.torch().cpu().numpy()
-        blocks = seen.reshape(pool.layout.num_blocks, planes, PAGE_TOKENS, -1)
-        found = hashlib.blake2b(digest_size=16)
-        for index, block in enumerate(block_ids):
-            found.update(np.ascontiguousarray(blocks[block, :, : num_tokens - index * PAGE_TOKENS]).data)
-        return found.hexdigest()
+        blocks = seen.reshape(pool.layout.num_blocks, planes, BLOCK_TOKENS, -1)
+        return digest(
+            blocks[block, :, : num_tokens - index * BLOCK_TOKENS] for index, block in enumerate(block_ids)
+        )
 
     def close(self) -> None:
-        """Implements Role."""
+        """Withdraws from transfers, then stops the manager."""
         self.handoff.close()
         super().close()
 
 
-class PrefillRole(_Peer):
+class Prefill(_Peer):
     """The prefill worker of one transport."""
 
     name = "prefill"
 
-    def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """Implements Role."""
-        return {"prefill": self.prefill, "ended": self.ended}
-
     def prefill(self, request_id: str, prompt: str) -> Reply:
         """Returns what the router carries to decode, and a digest of the prompt's blocks."""
-        handoff = self.handoff.prefill(tokenize(prompt), request_id).result(_RESULT_S * self.patience)
+        handoff = self.handoff.prefill(tokenize(prompt), request_id).result(self.within_s)
         blocks = handoff.open_ticket().block_ids
         return {"handoff": handoff.to_json(), "digest": self.digest(blocks, len(handoff.prompt))}
 
@@ -113,14 +141,10 @@ class PrefillRole(_Peer):
         return {"unsettled": stats.offered - stats.settled, "held": stats.held_tables}
 
 
-class DecodeRole(_Peer):
+class Decode(_Peer):
     """The decode worker of one transport."""
 
     name = "decode"
-
-    def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """Implements Role."""
-        return {"decode": self.decode}
 
     def decode(self, handoff: str, num_tokens: int) -> Reply:
         """Pulls and generates. "us" is the time of the pull alone, in microseconds from its start to settled blocks.
@@ -150,21 +174,17 @@ class DecodeRole(_Peer):
         with self.manager.pause():
             cache.evict_cached_blocks()
             trash = 2 * cache.bytes_per_sector
-            cache.cache_tensor[trash:].view(torch.float32).fill_(_POISON)
+            cache.cache_tensor[trash:].view(torch.float32).fill_(POISON)
 
 
-class ReferenceRole(_Engine):
+class Reference(_Engine):
     """The reference: no worker, no handoff, and a cache that never leaves its process."""
 
-    def __init__(self, patience: float = 1.0, device: str = "cpu") -> None:
-        super().__init__(patience, device)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self.manager.start()
 
-    def commands(self) -> Mapping[str, Callable[..., Reply]]:
-        """Implements Role."""
-        return {"tokens": self.tokens}
-
-    def tokens(self) -> Expected:
+    def tokens(self) -> dict[str, list[int]]:
         """Returns the tokens of all prompts, which takes seconds."""
         return {
             name: self.tokens_of(self.manager.add_request(tokenize(text), name))

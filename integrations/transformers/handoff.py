@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvlink import Ticket, Worker, WorkerConfig
+from kvlink import BlockPool, Ticket, Worker, WorkerConfig
 from kvlink.errors import Cancelled, ConfigError
+from kvlink.layout import KVLayout
 from kvlink.runtime.background import ControlThread
 from kvlink.runtime.supervised import keep_running
 
@@ -24,12 +25,10 @@ from .hooks import Hooks
 from .incoming import Incoming, Landed
 from .jobs import Job
 from .limits import checked_count, checked_eos
-from .loaded_model import LoadedModel
-from .memory import pool_of
 from .moving import Moving
 from .outgoing import Outgoing
 from .pulls import Pulls
-from .support import request_types
+from .support import LoadedModel, request_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +260,26 @@ class KVLinkHandoff:
 
 def _ignore(_: Exception) -> None:
     """Leaves an error to the log: no request is concerned."""
+
+
+def pool_of(cache: Any, layouts: Sequence[KVLayout]) -> BlockPool:
+    """Returns the cache as a pool. Requires that no batch runs.
+
+    An empty cache on a CPU moves, so that peers may also read it by shm. One in use is exported where it is.
+    """
+    if cache.cache_tensor.device.type != "cpu" or _is_in_use(cache):
+        return BlockPool.from_tensors([cache.cache_tensor], layouts)
+    pool = BlockPool.allocate(layouts)
+    trash_bytes = 2 * cache.bytes_per_sector
+    cache.cache_tensor = pool.torch()
+    for allocator in cache.cache_allocators.values():
+        allocator.register_cache_tensor(
+            cache.bytes_per_sector, cache.cache_tensor.numel() - trash_bytes, cache.cache_tensor, cache.pool
+        )
+    return pool
+
+
+def _is_in_use(cache: Any) -> bool:
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    return bool(cache.pool.num_free_sectors != cache.num_sectors)

@@ -8,18 +8,23 @@ The methods that may raise say so.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from . import register
 from .chats.turns import Turns
 from .model.caches import LayerGroup, caches_of
 from .model.engine_config import (
@@ -41,13 +46,42 @@ from .model.weight_changes import watch_weights
 from .prefill.announcements import Announcements
 from .prefill.lease_slots import SlotGroups
 from .prefill.outgoing import Chunk
-from .registration import register
 from .scheduler import SchedulerSide
 from .settings import Settings, streams_from
 from .stats import KVLinkMetrics, KVLinkStats
 from .wire.handoff import RankInfo
-from .wire.messages import KVLinkHandshake, KVLinkMetadata, KVLinkWorkerMetadata
+from .wire.step_commands import StepCommands
+from .wire.stream_timing import LoadCost, slowest
 from .worker import WorkerSide
+
+
+@dataclass
+class KVLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The metadata of one step."""
+
+    commands: StepCommands
+
+
+@dataclass
+class KVLinkHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The handshake of one rank."""
+
+    rank_info: RankInfo
+
+
+@dataclass
+class KVLinkWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Ranks that restarted after sleep, workers that took leases of running requests, costs by prefill server."""
+
+    rank_infos: dict[int, RankInfo] = field(default_factory=dict)
+    holders: Counter[str] = field(default_factory=Counter)
+    costs: dict[str, LoadCost] = field(default_factory=dict)
+
+    def aggregate(self, other: KVLinkWorkerMetadata) -> KVLinkWorkerMetadata:
+        """Combines the metadata of several ranks."""
+        ranks, costs = self.rank_infos | other.rank_infos, slowest(self.costs, other.costs)
+        return KVLinkWorkerMetadata(ranks, self.holders + other.holders, costs)
+
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 

@@ -25,13 +25,11 @@ from .chats.turns import Turns
 from .decode.incoming import Incoming
 from .model.caches import Rank
 from .model.prompt_inputs import features_of, has_embeddings
-from .model.stateful import Stateful
-from .model.states import States
+from .model.states import Stateful, States
 from .model.windows import Windows, first_gap
 from .prefill.announcements import Announcements
-from .prefill.lease_slots import SlotGroups
+from .prefill.lease_slots import SentTickets, SlotGroups
 from .prefill.outgoing import Chunk, GroupIds, Outgoing
-from .prefill.sent_tickets import SentTickets
 from .stream_decisions import StreamDecisions
 from .wire.boundary import take_params
 from .wire.handoff import KEY, Handoff, RankInfo, expanded, prompt_digest

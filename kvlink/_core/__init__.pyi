@@ -126,6 +126,9 @@ class Transfer:
     @property
     def started_ns(self) -> int:
         """By `time.monotonic_ns()`."""
+    @property
+    def proven_units(self) -> int:
+        """Of a streaming pull: so many units have landed and validated, also if it failed later."""
     def failure(self) -> Failure | None:
         """Returns why it has failed; None when it went well."""
     def stats(self) -> TransferStats: ...
@@ -230,7 +233,7 @@ class PreparedPlan:
 
 GroupRow = tuple[Planner, Any, Any, tuple[int, int], tuple[int, int], bool]
 """Planner, owner's and reader's blocks, tokens, layers, and whether a streaming pull reads it once all is ready."""
-PartRow = tuple["Connection", list[GroupRow], tuple[int, int, int], int, int]
+PartRow = tuple["Connection", Sequence[GroupRow], tuple[int, int, int], int, int]
 """Connection, cache groups, seat, stream and number of tokens, see `Connection.pull_groups`."""
 
 class Connection:
@@ -251,8 +254,8 @@ class Connection:
     def prepare(
         self,
         planner: Planner,
-        owner_blocks: Any,
-        reader_blocks: Any,
+        block_ids: Any,
+        into: Any,
         tokens: tuple[int, int],
         layers: tuple[int, int],
     ) -> PreparedPlan:
@@ -261,8 +264,8 @@ class Connection:
     def pull(
         self,
         planner: Planner,
-        owner_blocks: Any,
-        reader_blocks: Any,
+        block_ids: Any,
+        into: Any,
         tokens: tuple[int, int],
         layers: tuple[int, int],
         seat: tuple[int, int, int],
@@ -304,11 +307,12 @@ class Connection:
         """Transfers queued or under way, one that uses several lanes as often."""
     def time_read(self, region: int, offset: int, local: int, bytes: int) -> int:
         """Nanoseconds of one bare read into this worker's first region; for benchmarks, on an idle connection."""
-    def replace_soon(self) -> None:
-        """Makes the connection count as broken 10 s from now, because a better path may be back by then.
-
-        To be called before the connection is shared.
-        """
+    @property
+    def num_missing(self) -> int:
+        """Lanes that should be there and did not connect."""
+    @property
+    def lost_large(self) -> bool:
+        """Whether lanes answered small reads only, when they were connected."""
     def why_broken(self) -> str: ...
     def paths(self) -> list[str]:
         """Of each lane: "mlx5_0:1->mlx5_1:1" (this worker's port and the owner's), "" where there are no ports."""
@@ -353,11 +357,13 @@ class Engine:
         gpu_blocks: int = 0,
         advertise: str = "",
         worker: str = "",
+        nics_named: bool = False,
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 
         `cuda_kernel` is on the GPU of the pool; without it the driver copies.
         `gpu_blocks`: the most thread blocks of a launch of it; 0: what the link needs.
+        `nics_named`: a user named the NICs. Others that cannot be opened are left out one by one.
         `advertise`: the number that peers of tcp dial instead of `host`, which may be a wildcard then.
         `worker`: the name of this worker, which readers of cma compare with the one that they mean.
         """
@@ -397,6 +403,8 @@ class Engine:
     def start(self) -> None: ...
     def access(self) -> list[tuple[str, bytes, list[bytes], list[bytes], str, bool]]:
         """(transport, address, pool keys, lease keys, why refused or "", bounces) of each enabled transport."""
+    def left_out(self) -> list[tuple[str, str]]:
+        """Ports that could not be opened, or not register the pool, each with the reason."""
     def accept(
         self, transport: str, hellos: Sequence[bytes], takes_keys: bool, caller: int
     ) -> tuple[int, list[bytes], list[bytes], list[bytes]]: ...

@@ -17,9 +17,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvlink.cli import coordinator_command, doctor_command, output, plugins
-from kvlink.cli.completion import transport_names
+from kvlink.cli.checks import Json, transport_names
 from kvlink.cli.examples import examples_of
-from kvlink.cli.json_option import Json
 from kvlink.errors import ConfigError, KVLinkError
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from kvlink.control.security.authority import Authority, Pair, names_in
-from kvlink.control.security.names import COORDINATOR, tenant_name, tenants_in
+from kvlink.control.security.keys import COORDINATOR, tenant_name, tenants_in
 from kvlink.control.security.tokens import digest
 from kvlink.errors import ConfigError
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterable
+from typing import Annotated
 from urllib.parse import urlsplit
+
+import typer
 
 from kvlink.config.addresses import joined, one_host, shown
 from kvlink.errors import ConfigError
@@ -58,3 +62,25 @@ def base_urls(given: Iterable[str], option: str) -> list[str]:
             )
         found.append(url.rstrip("/").removesuffix("/v1"))
     return list(dict.fromkeys(found))
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines and nothing else.")]
+ReadyJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON line with the addresses when ready, and nothing else.")
+]
+
+
+def print_ready(as_json: bool, text: str, **addresses: str | None) -> None:
+    """Prints `text`, or `addresses` as one JSON object. It is flushed at once, because programs wait for this line."""
+    print(json.dumps(addresses) if as_json else text, flush=True)
+
+
+TRANSPORTS = ("loopback", "shm", "cma", "cuda", "verbs", "tcp")
+
+
+def transport_names(incomplete: str) -> list[str]:
+    """Returns what may follow the names that are written already, which commas separate."""
+    before, comma, _ = incomplete.rpartition(",")
+    written = before.split(",")
+    names = TRANSPORTS if comma else ("all", *TRANSPORTS)
+    return [f"{before}{comma}{name}" for name in names if name not in written]

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlink.cli.json_option import ReadyJson, print_ready
+from kvlink.cli.checks import ReadyJson, print_ready
+from kvlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvlink.coordinator.coordinator import BackgroundService, Coordinator
 
 
 def coordinator(
@@ -81,12 +87,10 @@ def coordinator(
     from dataclasses import replace
 
     from kvlink import tracing
-    from kvlink.cli import checks, status_page
+    from kvlink.cli import checks
     from kvlink.config import WorkerConfig, sources
     from kvlink.control import Security
-    from kvlink.coordinator.coordinator import serve
-    from kvlink.coordinator.gc_tuning import tune_gc
-    from kvlink.errors import ConfigError
+    from kvlink.coordinator.coordinator import serve, tune_gc
     from kvlink.runtime import log
 
     host = checks.can_listen(host, port, "--host", "--port")
@@ -99,12 +103,14 @@ def coordinator(
     log.setup(level, log_json or config.log_json)
     tracing.start()
 
-    page = status_page.Page(http_host, http_port)
+    page = _Page(http_host, http_port)
 
-    def ready(address: str) -> None:
+    def ready(address: str, waits_for_store: bool) -> None:
         if page.url and not as_json:
             typer.echo(f"kvlink status page on {page.url}")
-        print_ready(as_json, f"kvlink coordinator on {address}", coordinator=address, status_page=page.url)
+        problem = "its store does not answer; calls are refused until it does" if waits_for_store else ""
+        text = ": ".join(filter(None, (f"kvlink coordinator on {address}", problem)))
+        print_ready(as_json, text, coordinator=address, status_page=page.url, problem=problem)
 
     security = Security.of(replace(config, insecure=insecure or config.insecure))
     gate = security.coordinator_gate(tenants)
@@ -122,3 +128,35 @@ def coordinator(
             background_service=page.service(),
         )
     )
+
+
+class _Page:
+    """The page of one coordinator. `url` is None until it is served, and stays None without a port."""
+
+    def __init__(self, host: str, port: int | None) -> None:
+        self._host, self._port = host, port
+        self.url: str | None = None
+
+    def service(self) -> BackgroundService:
+        """Returns the service that serves the page, or one that does nothing without a port.
+
+        Raises ConfigError if a package it needs is not installed.
+        """
+        port = self._port
+        if port is None:
+            return lambda coordinator: nullcontext()
+        try:
+            from kvlink.monitoring.status_page.serving import serve_status_page
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("aiohttp", "prometheus_client"):
+                raise
+            raise ConfigError(
+                f"the status page needs {error.name}: run pip install 'kvlink[metrics]', or omit --http-port"
+            ) from error
+
+        @asynccontextmanager
+        async def page(coordinator: Coordinator) -> AsyncIterator[None]:
+            async with serve_status_page(coordinator, self._host, port) as self.url:
+                yield
+
+        return page

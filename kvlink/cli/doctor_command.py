@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlink.cli.json_option import Json
+from kvlink.cli.checks import Json
 from kvlink.errors import ConfigError
 
 _REPORT = "kvlink-day-one.md"

@@ -26,7 +26,7 @@ _SUMMARIES = {
     "kvlink.benchmarks.report.command:app": "Draw benchmark results on one page.",
     "kvlink.benchmarks.simulation.command:app": "Simulate fleets of thousands of workers, or "
     "compare simulated with real pulls.",
-    "kvlink.integrations.router.commands.drain:app": "Take a server out of a router's turn, "
+    "kvlink.integrations.router.commands.drain:app": "Take a server out of a router's rotation, "
     "or let workers drain, and wait until they may end.",
     "kvlink.integrations.router.commands.replicate:app": "Copy a prefix that many requests begin with to vLLM servers, "
     "before those requests come.",

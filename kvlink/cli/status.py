@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlink.cli.numbers import age_text, bytes_text
-from kvlink.cli.tables import print_json, show_rows
+from kvlink.cli.tables import age_text, bytes_text, print_json, show_rows
 from kvlink.config import WorkerConfig
 from kvlink.control.client import CoordinatorClient
 from kvlink.control.overview import WorkerView

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,11 +22,72 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column, Table
 
-from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.numbers import size_text
 from kvlink.config import CATALOGUE, WorkerConfig
 from kvlink.doctor import Check, Verdict
+
+_GAP = 2
+"""The space between two columns."""
+_MOST = 40
+"""The widest cell, in columns of the screen; longer cells are wrapped."""
+
+
+def plain_table(*columns: str, title: str = "") -> Table:
+    """Returns an empty table in the style of all commands."""
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.collapse_padding = True
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Shows as many columns of a table as fit.
+
+    `first` names its columns by importance. Columns that are not in it rank behind those, from left to right.
+    """
+
+    table: Table
+    first: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        columns = self.table.columns
+        widths = [
+            max(len(str(column.header)), min(_natural(console, options, column), _MOST)) for column in columns
+        ]
+        ranked = sorted(range(len(columns)), key=self._rank)
+        kept: list[int] = []
+        for at in ranked:
+            if sum(widths[each] + _GAP for each in kept) + widths[at] > options.max_width and kept:
+                break
+            kept.append(at)
+        shown = plain_table(title=str(self.table.title or ""))
+        shown.caption, shown.caption_justify = self.table.caption, "left"
+        for at in sorted(kept):
+            whole = _natural(console, options, columns[at]) <= widths[at]
+            justify, header = columns[at].justify, columns[at].header
+            shown.add_column(
+                header, justify=justify, no_wrap=whole, overflow="fold", min_width=min(widths[at], _MOST)
+            )
+        for cells in zip(*(columns[at].cells for at in sorted(kept)), strict=True):
+            shown.add_row(*cells)
+        yield shown
+        if len(kept) < len(columns):
+            names = ", ".join(str(columns[at].header) for at in range(len(columns)) if at not in kept)
+            yield f"[dim]not shown: {escape(names)} (--wide shows all)[/]"
+
+    def _rank(self, at: int) -> tuple[int, int]:
+        name = str(self.table.columns[at].header)
+        return self.first.index(name) if name in self.first else len(self.first), at
+
+
+def _natural(console: Console, options: ConsoleOptions, column: Column) -> int:
+    """Returns the width of the column's widest cell."""
+    wide = options.update(width=10_000)
+    return max((Measurement.get(console, wide, cell).maximum for cell in column.cells), default=0)
+
 
 # Columns by importance: what is measured, where, and the result. Other columns follow these.
 _FIRST = (
@@ -66,12 +129,17 @@ def show_rows(
 
 
 def show_parts(
-    parts: Sequence[Iterable[Mapping[str, Any]]], as_json: bool, title: str, by: str = ""
+    parts: Sequence[Iterable[Mapping[str, Any]]],
+    as_json: bool,
+    title: str,
+    by: str = "",
+    first: Sequence[str] = (),
 ) -> list[Mapping[str, Any]]:
     """Prints rows as they come (JSON), or a table once all are there, and returns them.
 
     Progress goes to stderr, unless stderr shares a terminal with JSON on stdout. With several parts it is a bar. A part
-    is computed only when it is iterated. `by` names a column: each of its values gets a table of its own.
+    is computed only when it is iterated. `by` names a column: each of its values gets a table of its own. `first` names
+    columns by importance; without it they are ranked as in other tables.
     """
     seen: list[Mapping[str, Any]] = []
     known = all(isinstance(part, Sequence) for part in parts)  # nothing is computed
@@ -87,7 +155,7 @@ def show_parts(
     if as_json:
         return seen
     for value in dict.fromkeys(row.get(by) for row in seen):
-        make_console().print(_table([row for row in seen if row.get(by) == value], value or title))
+        make_console().print(_table([row for row in seen if row.get(by) == value], value or title, first))
     return seen
 
 
@@ -111,15 +179,16 @@ def _summary(row: Mapping[str, Any]) -> str:
     return escape(" ".join(str(value) for value in row.values() if isinstance(value, str)))
 
 
-def _table(rows: Sequence[Mapping[str, Any]], title: str) -> Fitted:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def _table(rows: Sequence[Mapping[str, Any]], title: str, first: Sequence[str] = ()) -> Fitted:
+    given = list(dict.fromkeys(name for row in rows for name in row))
+    names = sorted(given, key=lambda name: first.index(name) if name in first else len(first))
     table = plain_table(title=title)
     for name in names:
         numeric = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
         table.add_column(_head(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(name, row.get(name, "")) for name in names))
-    return Fitted(table, [_head(name) for name in _FIRST])
+    return Fitted(table, [_head(name) for name in first or _FIRST])
 
 
 def _head(name: str) -> str:
@@ -170,3 +239,43 @@ def show_config(config: WorkerConfig, sources: Mapping[str, str], as_json: bool)
     ]
     text = [{name: str(value) for name, value in row.items()} for row in rows]
     show_rows(rows if as_json else text, as_json, "options")
+
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def bytes_text(number: float) -> str:
+    """Formats a number of bytes with a binary unit: "1.50 GiB"."""
+    unit = 0
+    while number >= 1024 and unit < len(_BYTES) - 1:
+        number, unit = number / 1024, unit + 1
+    digits = 0 if number >= 100 or not number else 1 if number >= 10 else 2
+    return f"{number:.{digits}f} {_BYTES[unit]}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Formats like `bytes_text`, but omits digits after the point that are zero: "16 KiB"."""
+    for unit, name in enumerate(_BYTES):
+        whole, rest = divmod(num_bytes, 1 << 10 * unit)
+        if not rest and whole < 1024:
+            return f"{whole} {name}"
+    return bytes_text(num_bytes)
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats a duration with the unit that fits: "4.2 ms". Returns a dash for 0, which means no value."""
+    if not seconds:
+        return "-"
+    for scale, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def age_text(seconds: float) -> str:
+    """Formats an age: "42 s", "3.5 h", "12 d"."""
+    for length, unit in _AGES:
+        if seconds >= length:
+            return f"{seconds / length:.{1 if seconds < 10 * length else 0}f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,15 +18,20 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.keys import q_pressed
-from kvlink.cli.numbers import age_text, bytes_text, seconds_text
 from kvlink.cli.status import address_of, num_workers
-from kvlink.cli.tables import make_console, print_json
+from kvlink.cli.tables import (
+    Fitted,
+    age_text,
+    bytes_text,
+    make_console,
+    plain_table,
+    print_json,
+    seconds_text,
+)
 from kvlink.control.client import CoordinatorClient
 from kvlink.errors import CoordinatorUnavailable
 from kvlink.monitoring.fleet_view import plain
-from kvlink.runtime.supervised import start_awaited
+from kvlink.runtime.supervised import guarded, start_awaited
 
 _MOST_LINKS = 20
 _QUIT = "[dim]q: quit[/]"
@@ -88,86 +97,99 @@ def screen(shown: Row, address: str) -> RenderableType:
         f"{counts['tickets']} tickets, {counts['waiting_claims']} claims waiting   "
         f"receiving [bold]{bytes_text(received)}/s[/]"
     )
-    tables = [_links(shown["links"]), _workers(shown["workers"]), _errors(shown["errors"])]
+    errors = sorted(shown["errors"], key=lambda error: (-error["per_s"], -error["number"]))
+    tables = [_links(shown["links"]), _table(map(_worker, shown["workers"])), _table(map(_error, errors))]
     return Group(head, *(part for table in tables if table.row_count for part in ("", Fitted(table, _FIRST))))
 
 
 def _links(links: Iterable[Row]) -> Table:
     busiest = sorted(links, key=lambda link: -link["bytes_per_s"])
     table = _table(
-        "owner",
-        "reader",
-        "transport",
-        ">rate",
-        ">transfers/s",
-        ">p50",
-        ">p99",
-        ">queued",
-        ">failed",
-        ">stale",
+        {
+            "owner": escape(link["from"]),
+            "reader": escape(link["to"]),
+            "transport": escape(link["transport"]) + ("" if link["connected"] else " [red]down[/]"),
+            ">rate": f"{bytes_text(link['bytes_per_s'])}/s",
+            ">transfers/s": f"{link['transfers_per_s']:,.0f}",
+            ">p50": seconds_text(link["p50_s"]),
+            ">p99": seconds_text(link["p99_s"]),
+            **{f">{name}": f"{link[name]:,}" for name in ("queued", "failed", "stale")},
+        }
+        for link in busiest[:_MOST_LINKS]
     )
-    for link in busiest[:_MOST_LINKS]:
-        table.add_row(
-            escape(link["from"]),
-            escape(link["to"]),
-            escape(link["transport"]) + ("" if link["connected"] else " [red]down[/]"),
-            f"{bytes_text(link['bytes_per_s'])}/s",
-            f"{link['transfers_per_s']:,.0f}",
-            seconds_text(link["p50_s"]),
-            seconds_text(link["p99_s"]),
-            *(f"{link[name]:,}" for name in ("queued", "failed", "stale")),
-        )
     if len(busiest) > _MOST_LINKS:
         table.caption = f"the busiest {_MOST_LINKS} of {len(busiest)} links"
     return table
 
 
-def _workers(workers: Iterable[Row]) -> Table:
-    table = _table(
-        "worker",
-        "state",
-        ">receives",
-        ">leases",
-        ">oldest",
-        ">pinned blocks",
-        ">settled",
-        ">expired",
-        ">fenced",
-    )
-    for worker in workers:
-        leases = worker["leases"]
-        if leases is None:
-            table.add_row(escape(worker["worker"]), "[dim]no report here[/]" + _draining(worker))
-            continue
-        state = f"[yellow]silent {worker['age_s']:.0f} s[/]" if worker["stale"] else "[green]reporting[/]"
-        table.add_row(
-            escape(worker["worker"]),
-            state + _draining(worker),
-            f"{bytes_text(worker['bytes_per_s'])}/s",
-            f"{leases['active_leases']:,}",
-            seconds_text(leases["oldest_lease_s"]),
-            f"{leases['pinned_blocks']:,} of {leases['pool_blocks']:,}",
-            *(f"{leases[name]:,}" for name in ("settled", "expired", "fenced_readers")),
-        )
-    return table
+def _worker(worker: Row) -> Row:
+    draining = ", [yellow]draining[/]" if worker["draining"] else ""
+    leases = worker["leases"]
+    if leases is None:
+        return {"worker": escape(worker["worker"]), "state": "[dim]no report here[/]" + draining}
+    state = f"[yellow]silent {worker['age_s']:.0f} s[/]" if worker["stale"] else "[green]reporting[/]"
+    return {
+        "worker": escape(worker["worker"]),
+        "state": state + draining,
+        ">receives": f"{bytes_text(worker['bytes_per_s'])}/s",
+        ">leases": f"{leases['active_leases']:,}",
+        ">oldest": seconds_text(leases["oldest_lease_s"]),
+        ">pinned blocks": f"{leases['pinned_blocks']:,} of {leases['pool_blocks']:,}",
+        ">settled": f"{leases['settled']:,}",
+        ">expired": f"{leases['expired']:,}",
+        ">fenced": f"{leases['fenced_readers']:,}",
+    }
 
 
-def _draining(worker: Row) -> str:
-    return ", [yellow]draining[/]" if worker["draining"] else ""
+def _error(error: Row) -> Row:
+    return {
+        "worker": escape(error["worker"]),
+        "error": escape(error["reason"]),
+        ">count": f"{error['number']:,}",
+        ">now": f"[red]{error['per_s']:.1f}/s[/]" if error["per_s"] else "-",
+    }
 
 
-def _errors(errors: Sequence[Row]) -> Table:
-    table = _table("worker", "error", ">count", ">now")
-    for error in sorted(errors, key=lambda error: (-error["per_s"], -error["number"])):
-        now = f"[red]{error['per_s']:.1f}/s[/]" if error["per_s"] else "-"
-        table.add_row(escape(error["worker"]), escape(error["reason"]), f"{error['number']:,}", now)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    """Returns a table whose columns with a leading `>` are right-aligned, for numbers."""
+def _table(rows: Iterable[Row]) -> Table:
+    """Returns a table of marked-up texts. Columns with a leading `>` are right-aligned, for numbers."""
+    rows = list(rows)
     table = plain_table()
-    for column in columns:
-        name = column.removeprefix(">")
-        table.add_column(name, justify="right" if name != column else "left", overflow="fold")
+    names = max((list(row) for row in rows), key=len, default=[])
+    for name in names:
+        table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in names))
     return table
+
+
+@contextmanager
+def q_pressed() -> Iterator[asyncio.Future[None]]:
+    """Yields a future that completes once q is pressed; it never completes where stdin is not a terminal.
+
+    Restores the terminal's settings on exit.
+    """
+    loop = asyncio.get_running_loop()
+    pressed: asyncio.Future[None] = loop.create_future()
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield pressed
+        return
+    keyboard = sys.stdin.fileno()
+
+    def read() -> None:
+        try:
+            keys = os.read(keyboard, 64)
+        except OSError:  # the terminal is gone
+            keys = b""
+        if not keys:
+            loop.remove_reader(keyboard)
+        elif set(keys) & set(b"qQ") and not pressed.done():
+            pressed.set_result(None)
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, guarded("keyboard", read))
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -12,8 +12,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.tables import make_console, print_json
+from kvlink.cli.tables import Fitted, make_console, plain_table, print_json
 from kvlink.hardware.device_caps import VerbsReport, query
 from kvlink.hardware.nics import MemoryPlace, NicSelection, RefusedNic, best_gid, choose, port_name
 from kvlink.hardware.topology import (

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from kvlink.config import env_names
 from kvlink.config.addresses import can_be_dialled, plain_host, split_address
-from kvlink.config.nic_options import parse_nics, parse_ways
-from kvlink.config.rdma_config import RdmaConfig
+from kvlink.config.rdma_config import RdmaConfig, parse_nics, parse_ways
 from kvlink.config.setting import Setting, setting
 from kvlink.errors import ConfigError
 from kvlink.ticket import MAX_SLOTS
@@ -154,7 +153,7 @@ class WorkerConfig(RdmaConfig):
     lease_s: float = setting(
         "KVLINK_LEASE_S",
         30.0,
-        "Sets the seconds after which an offer ends that its readers have not settled.",
+        "Sets the lifetime in seconds of an offer that no reader settles.",
         "A longer lease lets readers come later, and pins the blocks of lost requests for longer.",
         **_DURATION,
     )

@@ -4,8 +4,7 @@
 Only kvlink.control and kvlink.coordinator speak gRPC.
 """
 
-from kvlink.control.agent import WorkerAgent
-from kvlink.control.agent_clients import AgentClients
+from kvlink.control.agent import AgentClients, WorkerAgent
 from kvlink.control.client import AgentClient, CoordinatorClient
 from kvlink.control.limits import Limits
 from kvlink.control.security import Security

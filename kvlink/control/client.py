@@ -17,7 +17,6 @@ from kvlink.config.timeouts import given_or
 from kvlink.control.codec import AgentCalls, CoordinatorCalls
 from kvlink.control.now import now
 from kvlink.control.overview import Beat, Overview
-from kvlink.control.prefix_calls import PrefixCalls
 from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.client import Client
@@ -29,10 +28,13 @@ from kvlink.control.values import (
     ConnectReply,
     ConnectRequest,
     CoordinatorStatus,
+    FoundPrefix,
     JoinRequest,
     Membership,
     Nothing,
     Offer,
+    PrefixChanges,
+    PrefixQuery,
     Push,
     Renewal,
     SettleOrder,
@@ -54,7 +56,7 @@ _CLAIM_SLACK_S = 2.0
 """The coordinator refuses a claim that timed out. The client waits this much longer for that refusal."""
 
 
-class CoordinatorClient(PrefixCalls):
+class CoordinatorClient(Client):
     """Calls the coordinator at "host:port", or any replica of "a:1,b:2". Raises ConfigError for other address forms."""
 
     def __init__(self, addresses: str, timeout_s: float = 5.0, security: Security | None = None) -> None:
@@ -199,6 +201,20 @@ class CoordinatorClient(PrefixCalls):
     async def overview(self) -> Overview:
         """Returns what workers reported to this coordinator, and statistics of its own calls."""
         return await self._channel.call(CoordinatorCalls.OVERVIEW, Nothing(), self._timeout_s)
+
+    async def publish_prefixes(self, changes: PrefixChanges, timeout_s: float | None = None) -> int:
+        """Publishes and withdraws prefixes of a joined worker, and returns the directory's id.
+
+        `PrefixPublisher` calls it, and publishes all again when the id has changed. An older coordinator has no
+        directory: this and `find_prefix` raise CoordinatorError that names the missing method.
+        """
+        timeout_s = given_or(timeout_s, self._timeout_s)
+        return await self._channel.call(CoordinatorCalls.PUBLISH_PREFIXES, changes, timeout_s)
+
+    async def find_prefix(self, query: PrefixQuery, timeout_s: float | None = None) -> list[FoundPrefix]:
+        """Returns servers that have the longest prefix, best first. Does not retry, because computing is as good."""
+        timeout_s = given_or(timeout_s, self._timeout_s)
+        return await self._channel.attempt(CoordinatorCalls.FIND_PREFIX, query, timeout_s)
 
 
 class AgentClient(Client):

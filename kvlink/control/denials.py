@@ -23,7 +23,7 @@ class LogQuota:
         self._clock = clock
         self._since = clock()
         self._written = 0
-        self._unsaid = 0
+        self._suppressed = 0
 
     def take(self) -> int | None:
         """Returns the number of lines suppressed before this one, or None if this line must be suppressed too."""
@@ -31,11 +31,11 @@ class LogQuota:
         if now - self._since >= self._per_s:
             self._since, self._written = now, 0
         if self._written >= self._most:
-            self._unsaid += 1
+            self._suppressed += 1
             return None
         self._written += 1
-        unsaid, self._unsaid = self._unsaid, 0
-        return unsaid
+        suppressed, self._suppressed = self._suppressed, 0
+        return suppressed
 
 
 class DenialLog(LogQuota):
@@ -43,12 +43,12 @@ class DenialLog(LogQuota):
 
     def note(self, method: str, peer: str, why: str) -> None:
         """Logs one denied call, or counts it as suppressed."""
-        unsaid = self.take()
-        if unsaid is not None:
+        suppressed = self.take()
+        if suppressed is not None:
             _log.warning(
-                "denied method=%s peer=%s why=%s unsaid=%d",
+                "denied method=%s peer=%s why=%s suppressed=%d",
                 method[:_MAX_SHOWN],
                 peer,
                 why[:_MAX_SHOWN],
-                unsaid,
+                suppressed,
             )

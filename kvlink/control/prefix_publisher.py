@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlink.control import limits
+from kvlink.control.client import CoordinatorClient
 from kvlink.control.now import now
-from kvlink.control.prefix_calls import PrefixCalls
-from kvlink.control.prefix_values import KEY_BYTES, Prefix, PrefixChanges
-from kvlink.control.values import WorkerEpoch
+from kvlink.control.values import KEY_BYTES, Prefix, PrefixChanges, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
+from kvlink.runtime.backoff import doubled_s
 from kvlink.runtime.supervised import survived
 
 _log = logging.getLogger("kvlink.control")
@@ -47,7 +47,7 @@ class PrefixPublisher:
     """Publishes the prefixes of one worker. Belongs to the event loop on which `run` runs."""
 
     def __init__(
-        self, client: PrefixCalls, worker: Callable[[], WorkerEpoch], clock: Callable[[], float] = now
+        self, client: CoordinatorClient, worker: Callable[[], WorkerEpoch], clock: Callable[[], float] = now
     ) -> None:
         """`worker` returns the worker that has joined."""
         self._client = client
@@ -90,7 +90,7 @@ class PrefixPublisher:
                 await asyncio.sleep(0)
                 continue
             if self._num_failures:
-                await asyncio.sleep(min(_SWEEP_EVERY_S * 2**self._num_failures, _MOST_RETRY_S))
+                await asyncio.sleep(doubled_s(self._num_failures, 2 * _SWEEP_EVERY_S, _MOST_RETRY_S))
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._work.wait(), _SWEEP_EVERY_S)
@@ -131,7 +131,7 @@ class PrefixPublisher:
                 len(self._published),
                 error,
             )
-        self._num_failures = min(self._num_failures + 1, 8)
+        self._num_failures += 1
 
     def _leave_out(self, changes: PrefixChanges, error: Exception) -> bool:
         """Finds the change that cannot be sent, by sending one at a time, and leaves it for half of its time.

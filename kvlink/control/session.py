@@ -28,6 +28,7 @@ from kvlink.types import WorkerCard
 
 _log = logging.getLogger("kvlink.control")
 
+_LEAST_TTL_S = 0.001
 _JOIN_TIMEOUT_S = 4.0
 """Bounds one attempt to rejoin. The next attempt follows after a back-off."""
 
@@ -59,7 +60,6 @@ class Session:
     ) -> None:
         self._client = client
         self._membership = membership
-        self._beats = Beats(membership, now())
         self._on_settle = guarded("session settles", on_settle)
         self._report = report
         self._offers: dict[str, tuple[Offer, float]] = {}
@@ -99,10 +99,11 @@ class Session:
         at = now()
         for expired in self._deadlines.due(at):
             self._offers.pop(expired, None)
-        self._offers[offer.request_id] = (offer, at + offer.ttl_s)
-        self._deadlines.set(offer.request_id, at + offer.ttl_s)
+        ends = at + offer.ttl_s
+        self._offers[offer.request_id] = (offer, ends)
+        self._deadlines.set(offer.request_id, ends)
         try:
-            await self._publish(offer, at + timeout_s)
+            await self._publish(offer, at + timeout_s, ends)
         except CoordinatorUnavailable:
             self._rejoin_soon()
             raise
@@ -135,7 +136,8 @@ class Session:
                     "closed without leaving the coordinator worker=%s error=%s", self.card.worker_id, error
                 )
 
-    async def _publish(self, offer: Offer, deadline: float) -> None:
+    async def _publish(self, offer: Offer, deadline: float, ends: float) -> None:
+        deadline = min(deadline, ends)
         while True:
             if not self._joined.is_set():
                 self._doubt.set()
@@ -147,8 +149,9 @@ class Session:
                     "be offered when the coordinator is back"
                 ) from None
             self._check_usable()
+            left = offer._replace(ttl_s=max(_LEAST_TTL_S, min(offer.ttl_s, ends - now())))
             try:
-                await self._client.offer(offer, timeout_s=max(0.001, deadline - now()))
+                await self._client.offer(left, timeout_s=max(0.001, deadline - now()))
                 return
             except NotJoined:  # the coordinator restarted after the last beat
                 self._rejoin_soon()
@@ -218,7 +221,8 @@ class Session:
         """Sends offers that have neither ended nor expired. Returns those that may be accepted later."""
         at = now()
         known = [self._offers[request_id] for request_id in request_ids if request_id in self._offers]
-        live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + 0.001]
+        live = [offer._replace(ttl_s=due - at) for offer, due in known if due > at + _LEAST_TTL_S]
+        assert all(offer.ttl_s <= self._offers[offer.request_id][1] - at for offer in live)
         if not live:
             return set()
         async with self._client.handoffs() as stream:
@@ -256,8 +260,8 @@ class Session:
 
     async def _keep_alive(self, backoff: Backoff, rejoined: bool) -> None:
         """Beats until the coordinator may no longer know this worker. Raises when the coordinator is gone."""
-        stream = self._client.keep_alive()
         beats = self._beats = Beats(self._membership, now())
+        stream = self._client.keep_alive()
         tasks = [
             start_awaited(job)
             for job in (
@@ -321,8 +325,6 @@ def _begun(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
     """Sends an offer. One that cannot be sent fails alone."""
     try:
         return stream.offer(offer)
-    except CoordinatorUnavailable:  # of the stream, and so of all offers
-        raise
     except Exception as error:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)

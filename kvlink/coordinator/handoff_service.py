@@ -97,16 +97,17 @@ class HandoffServer:
         await self._note_refused(HandoffKind.SETTLE, self._num_settles, batch.settles, settles)
         self._num_settles += len(settles)
         withdrawn = set(batch.withdrawn)
-        for number, claim in enumerate(batch.claims, self._num_claims):
+        for number, asked in enumerate(batch.claims, self._num_claims):
             if number not in withdrawn:
-                self._claim(claim, number)
+                self._claim(asked, number)
         self._num_claims += len(batch.claims)
         for number in withdrawn:
+            claim = self._answered.pop(number, None)
             if answer := self._answers.pop(number, None):
-                del self._waiting[answer]
-                answer.cancel()
-            elif answered := self._answered.pop(number, None):
-                self._store.give_back(answered)
+                claim = self._waiting.pop(answer)[1]
+                answer.cancel()  # the store may have given out its tickets already
+            if claim is not None:
+                self._store.give_back(claim)
 
     async def _note_refused(
         self,
@@ -132,6 +133,7 @@ class HandoffServer:
         else:
             self._waiting[answer] = number, claim
             self._answers[number] = answer
+            assert len(self._answers) == len(self._waiting)
             answer.on_answer = self._note_late_answer
 
     def _note_late_answer(self, answer: _Answer) -> None:
@@ -151,10 +153,10 @@ class HandoffServer:
 
     def _refuse(self, kind: HandoffKind, number: int, operation: _Operation, error: BaseException) -> None:
         refused = refusal_of(error)
-        if refused.reason is Reason.FAILED and (unsaid := self._failures.take()) is not None:
+        if refused.reason is Reason.FAILED and (more := self._failures.take()) is not None:
             request_id = getattr(operation, "request_id", "")
             _log.error(
-                "%s failed request=%s unsaid=%d", kind.name.lower(), request_id, unsaid, exc_info=error
+                "%s failed request=%s suppressed=%d", kind.name.lower(), request_id, more, exc_info=error
             )
         self._refused.append(RefusedHandoff(kind, number, refused.reason.name, refused.sentence))
 

@@ -74,14 +74,14 @@ class Incumbents:
         return known if known.incarnation != newcomer.incarnation else None
 
     def _warn(self, incumbent: WorkerCard, newcomer: WorkerCard) -> None:
-        unsaid = self._quota.take()
-        if unsaid is not None:
+        suppressed = self._quota.take()
+        if suppressed is not None:
             _log.warning(
-                "two processes have one worker_id, the second is refused worker=%s stays=%s refused=%s unsaid=%d",
+                "two processes have one worker_id, the second is refused worker=%s stays=%s refused=%s suppressed=%d",
                 newcomer.worker_id,
                 incumbent.agent,
                 newcomer.agent,
-                unsaid,
+                suppressed,
             )
 
     async def _why_gone(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:

@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from kvlink.control.deadlines import Deadlines
-from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
 
 _BYTES_OF_COPY, _BYTES_OF_PART, _BYTES_OF_PLACE = 2_048, 512, 384
 """The most that a copy takes beside its keys, a rank beside its ticket, and a copy's place in a node.
@@ -229,6 +229,7 @@ class PrefixDirectory:
         self.num_steps += 1 + len(copy.parts)
         self.num_bytes -= copy.num_bytes
         del self._copies[copy.name]
+        assert (self.num_bytes > 0) == bool(self._copies), "each copy takes some, and nothing else does"
         self._deadlines.discard(copy.name)
         for publisher in {(part.worker_id, part.epoch) for part in copy.parts.values()}:
             self._forget(publisher, copy)

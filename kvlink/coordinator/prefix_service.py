@@ -16,11 +16,10 @@ from functools import partial
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import MAX_FOUND, Limits
 from kvlink.control.now import now
-from kvlink.control.prefix_values import FoundPrefix, PrefixChanges, PrefixQuery
 from kvlink.control.refusal import Refused
 from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import caller
-from kvlink.control.values import CoordinatorStatus
+from kvlink.control.values import CoordinatorStatus, FoundPrefix, PrefixChanges, PrefixQuery
 from kvlink.coordinator.prefix_directory import PrefixDirectory
 from kvlink.coordinator.store import Store
 from kvlink.runtime.supervised import start_loop

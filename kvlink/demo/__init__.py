@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from kvlink.demo.options import Options
 from kvlink.errors import ConfigError
 
 __all__ = ["run"]
@@ -56,11 +55,11 @@ def run(
         raise ConfigError(
             f"the engine transformers needs {' and '.join(missing)}: run pip install 'kvlink[demo]'"
         )
+    stages = _stages(pp) if pp else (1, 1)
+    from kvlink.demo.servers import Options
     from kvlink.demo.show import show
 
-    return show(
-        transports, json, Options(patience, engine == "transformers", device, _stages(pp) if pp else (1, 1))
-    )
+    return show(transports, json, Options(patience, engine, device, stages))
 
 
 def _stages(pp: str) -> tuple[int, int]:

@@ -63,6 +63,13 @@ class Transformer:
             hidden = hidden + (np.maximum(gate, 0) * lifted) @ down
         return int((_normed(hidden[-1:]) @ self._head).argmax())
 
+    def generate(self, token: int, cache: Cache, num_tokens: int) -> list[int]:
+        """Returns `token` and the tokens after it, `num_tokens` in all. `cache` is of all tokens before it."""
+        tokens = [token]
+        while len(tokens) < num_tokens:
+            tokens.append(self.forward(tokens[-1:], cache))
+        return tokens
+
 
 def _normed(hidden: Array) -> Array:
     scale: Array = 1 / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + np.float32(1e-6))

@@ -1,72 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, calls and ends the child processes of the router. No child outlives its parent."""
+"""Starts, calls and ends the child processes of the demo, which are forks of one process that imports for all."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
-from kvlink.demo.messages import Reply, receive, send
 from kvlink.errors import KVLinkError
 
+Reply = dict[str, Any]
+"""A JSON object. It stands in for the HTTP API of a server: a ticket crosses as text, and block data never does."""
+
 _EXIT_S = 5.0
-# A fork would lack threads that an import started. Each role computes on one thread anyway.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_FORKS = multiprocessing.get_context("forkserver")
 
 
 class ChildError(KVLinkError):
     """A role answered with an error, too late, or not at all."""
 
 
-class Child:
-    """One child process, named after its main role. Its stdout and stderr go to this process's stderr.
+class Host:
+    """Holds the open roles of a process by name."""
 
-    `end` waits for the given number of seconds, then kills the child, and returns its status like Popen.returncode.
-    `patience` multiplies every deadline.
+    def __init__(self) -> None:
+        self._roles: dict[str, Any] = {}
+
+    def answer(self, role: str, do: str, arguments: dict[str, Any]) -> Any:
+        """Calls a method of a role. An exception becomes an "error" in the reply.
+
+        "open" makes the role by its argument `kind`, such as "kvlink.demo.servers:Prefill", and "close" removes it.
+        """
+        try:
+            if do == "open":
+                self._roles[role] = resolve_name(arguments.pop("kind"))(**arguments)
+                return {}
+            opened = self._roles.pop(role) if do == "close" else self._roles[role]
+            return getattr(opened, do)(**arguments) or {}
+        except Exception as error:
+            if not isinstance(error, KVLinkError):
+                traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _serve(pipe: Connection) -> None:
+    """Answers messages in order until the other end of `pipe` closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its children
+    os.dup2(2, 1)
+    host = Host()
+    with suppress(EOFError, OSError):
+        while True:
+            pipe.send(host.answer(*pipe.recv()))
+
+
+class Child:
+    """One child process, named after its main role. `patience` multiplies every deadline.
+
+    Its stdout and stderr go to this process's stderr. It ends once this process has closed it, or has ended itself.
     """
 
-    def __init__(
-        self, name: str, pid: int, pipe: Connection, end: Callable[[float], int], patience: float = 1.0
-    ) -> None:
-        self.name = name
-        self.pid = pid
-        self._pipe = pipe
-        self._end = end
+    def __init__(self, name: str, patience: float = 1.0) -> None:
         self._patience = patience
-        self._returncode: int | None = None
+        self._pipe, theirs = _FORKS.Pipe()
+        self._process = _FORKS.Process(target=_serve, args=(theirs,), name=name, daemon=True)
+        with theirs:
+            try:
+                self._process.start()
+            except (EOFError, OSError):
+                raise ChildError(f"the {name} process did not start; see its messages above") from None
 
-    def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Reply:
-        """Runs one command of a role in the child and returns its reply. Raises ChildError with the role's error."""
+    @property
+    def pid(self) -> int:
+        """Returns the process id."""
+        return self._process.pid or 0
+
+    def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Any:
+        """Runs one method of a role in the child and returns its reply. Raises ChildError with the role's error."""
         self.ask(role, do, **arguments)
         return self.answer(f"{role} {do}", within_s)
 
     def ask(self, role: str, do: str, **arguments: Any) -> None:
-        """Starts a command. The caller must take its answer before the next command. Raises ChildError."""
+        """Starts a method. The caller must take its answer before the next one. Raises ChildError."""
         try:
-            send(self._pipe, {"role": role, "do": do, "arguments": arguments})
+            self._pipe.send((role, do, arguments))
         except OSError:
             raise ChildError(f"{self._label()} ended before {role} {do}; see its messages above") from None
 
-    def answer(self, what: str, within_s: float = 60.0) -> Reply:
-        """Returns the next reply. `what` names the command in errors. Raises ChildError."""
+    def answer(self, what: str, within_s: float = 60.0) -> Any:
+        """Returns the next reply. `what` names the method in errors. Raises ChildError."""
         timeout_s = within_s * self._patience
         if not self._pipe.poll(timeout_s):
-            self._end_within(0)  # a late answer would be taken for that of the next command
+            self._end(0)  # a late answer would be taken for that of the next method
             raise ChildError(f"{self._label()} did not answer {what} within {timeout_s:g} s and was killed")
         try:
-            reply = receive(self._pipe)
+            reply = self._pipe.recv()
         except (EOFError, OSError):
-            returncode = self._end_within(_EXIT_S)
+            self._end(_EXIT_S)
             raise ChildError(
-                f"{self._label()} ended with status {returncode} in {what}; see its messages above"
+                f"{self._label()} ended with status {self._process.exitcode} in {what}; see its messages above"
             ) from None
         if "error" in reply:
             raise ChildError(f"{what}: {reply['error']}")
@@ -75,72 +111,23 @@ class Child:
     def close(self) -> None:
         """Closes the pipe, and kills a child that does not end by itself. Idempotent."""
         self._pipe.close()
-        self._end_within(_EXIT_S)
+        self._end(_EXIT_S)
 
-    def _end_within(self, timeout_s: float) -> int:
-        if self._returncode is None:
-            self._returncode = self._end(timeout_s)
-        return self._returncode
+    def _end(self, within_s: float) -> None:
+        self._process.join(within_s)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
 
     def _label(self) -> str:
-        return f"the {self.name} process {self.pid}"
+        return f"the {self._process.name} process {self.pid}"
 
 
-class Family:
-    """Children that are forks of one process, the zygote, which starts at once and imports `roles` for all of them."""
+def import_once(*modules: str) -> None:
+    """Lets the process that children are forks of import `modules`, if it has not started yet.
 
-    def __init__(self, names: Sequence[str], patience: float = 1.0, roles: Sequence[str] = ()) -> None:
-        self._names = names
-        self._patience = patience
-        self._pipe, zygotes = multiprocessing.Pipe()
-        ours_and_theirs = [multiprocessing.Pipe() for _ in names]
-        self._pipes = [ours for ours, _ in ours_and_theirs]
-        with ExitStack() as stack:
-            passed = [
-                stack.enter_context(pipe) for pipe in (zygotes, *(their for _, their in ours_and_theirs))
-            ]
-            fds = [pipe.fileno() for pipe in passed]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvlink.demo.zygote", ",".join(roles), *map(str, fds)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env=os.environ | _ONE_THREAD,
-            )
-        self._zygote = Child("zygote", self._process.pid, self._pipe, self._end_zygote, patience)
-        self._children: list[Child] = []
-
-    def wait_ready(self, within_s: float) -> list[Child]:
-        """Waits until the children have imported their roles, and returns them in the order of their names.
-
-        Raises ChildError.
-        """
-        pids = self._zygote.answer("its start", within_s)["pids"]
-        self._children = [
-            Child(name, pid, pipe, partial(self._end, pid), self._patience)
-            for name, pid, pipe in zip(self._names, pids, self._pipes, strict=True)
-        ]
-        return self._children
-
-    def close(self) -> None:
-        """Ends all children and the zygote, without waiting if it is still importing. Idempotent."""
-        for child in self._children:
-            child.close()
-        for pipe in (self._pipe, *self._pipes):
-            pipe.close()
-        self._end_zygote(_EXIT_S if self._children else 0)
-
-    def _end(self, pid: int, within_s: float) -> int:
-        """Ends a child through the zygote, which is its parent and reaps it. Without a zygote the child is dead."""
-        try:
-            send(self._pipe, {"pid": pid, "within_s": within_s})
-            return int(receive(self._pipe)["returncode"])
-        except (EOFError, OSError):
-            return -signal.SIGKILL
-
-    def _end_zygote(self, within_s: float) -> int:
-        try:
-            return self._process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+    It computes on one thread, because a fork would lack the threads that an import starts.
+    """
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    _FORKS.set_forkserver_preload(["__main__", *modules])

@@ -31,7 +31,7 @@ def examine(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield from certificates.checks(env)
     machine = discover(root)
     active_mtus = {caps.device: caps.active_mtu_bytes for caps in device_caps.query(machine.nics).caps}
-    yield from rdma.checks(root, machine.nics, active_mtus)
+    yield from rdma.checks(root, machine.nics, active_mtus, env=env)
     yield from verbs.checks(root, machine.nics)
     yield from gpudirect.checks(root, machine.gpus, machine.nics)
     yield from stacks.checks(root, machine.nics, env)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from kvlink.config import WorkerConfig
 from kvlink.config.addresses import is_loopback
 from kvlink.control import Security
-from kvlink.control.security.keys import expiry
-from kvlink.control.security.names import listed
+from kvlink.control.security.keys import expiry, listed
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import gzip
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvlink.doctor import acs, tools
 from kvlink.doctor.host import gib
-from kvlink.doctor.verdict import Check, Verdict
+from kvlink.doctor.verdict import Check, Run, Verdict, run_tool
 from kvlink.hardware.gpudirect.decision import DMA_BUF_KERNEL
 from kvlink.hardware.gpudirect.kernel import bar1_bytes, kernel_version, peermem_module
 from kvlink.hardware.sysfs import leading_number, names, read, read_int
@@ -29,7 +29,7 @@ _SMALL_BAR1_BYTES = 256 << 20  # the size on boards without Resizable BAR
 
 
 def checks(
-    root: Path, gpus: Sequence[PciDevice], nics: Sequence[RdmaDevice], run: tools.Run = tools.run
+    root: Path, gpus: Sequence[PciDevice], nics: Sequence[RdmaDevice], run: Run = run_tool
 ) -> Iterator[Check]:
     """Yields every check of this module, in the order in which they are shown. Without a GPU there is only one."""
     if not gpus:
@@ -40,7 +40,7 @@ def checks(
     yield peermem(root)
     yield bar1(root, gpus, run)
     yield iommu(root, cards)
-    yield acs.redirection(root, cards)
+    yield redirection(root, cards)
     yield links(root, gpus, cards)
 
 
@@ -96,7 +96,7 @@ def peermem(root: Path) -> Check:
     return Check("peermem", Verdict.WARN, "nvidia-peermem is not loaded", "sudo modprobe nvidia-peermem")
 
 
-def bar1(root: Path, gpus: Sequence[PciDevice], run: tools.Run) -> Check:
+def bar1(root: Path, gpus: Sequence[PciDevice], run: Run) -> Check:
     """Checks BAR1, the window through which a NIC reaches GPU memory. A pool larger than it cannot be registered."""
     query = run("nvidia-smi", "--query-gpu=pci.bus_id,memory.total", "--format=csv,noheader,nounits")
     rows = (line.split(",") for line in query.splitlines())
@@ -159,3 +159,50 @@ def links(root: Path, gpus: Sequence[PciDevice], cards: Sequence[PciDevice]) -> 
     return Check(
         "pcie links", Verdict.WARN, "; ".join(evidence), f"{fix}; then check slot, riser and firmware"
     )
+
+
+# The source is PCI Express Base Specification, 7.7.11: extended capability 0x000D, control register at offset 6.
+_FIRST_EXTENDED = 0x100
+_ACS = 0x000D
+_CONTROL = 6
+_REDIRECTS = 0b11100  # request redirect, completion redirect, upstream forwarding
+
+
+def redirection(root: Path, cards: Sequence[PciDevice]) -> Check:
+    """Checks every bridge above the GPUs and NICs for redirection."""
+    bridges = list(dict.fromkeys(bridge for card in cards for bridge in card.path[1:-1]))
+    if not bridges:
+        return Check("acs", Verdict.PASS, "no PCIe bridge above GPUs and NICs is visible here")
+    found = {bridge: acs_control(_config(root, bridge)) for bridge in bridges}
+    redirecting = [bridge for bridge, control in found.items() if control and control & _REDIRECTS]
+    if redirecting:
+        fix = "; ".join(f"sudo setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in redirecting)
+        evidence = f"{', '.join(redirecting)} redirect traffic between cards through the CPU"
+        return Check("acs", Verdict.WARN, evidence, f"{fix} (after each boot; not where VMs need isolation)")
+    unknown = [bridge for bridge, control in found.items() if control is None]
+    if unknown:
+        evidence = f"unknown: only root can read the registers of {', '.join(unknown)}"
+        return Check("acs", Verdict.WARN, evidence, "sudo kvlink doctor, or: sudo lspci -vvv | grep ACSCtl")
+    return Check("acs", Verdict.PASS, f"no redirection by {len(bridges)} bridge(s) above GPUs and NICs")
+
+
+def _config(root: Path, address: str) -> bytes:
+    try:
+        return (root / DEVICES / address / "config").read_bytes()
+    except OSError:
+        return b""
+
+
+def acs_control(config: bytes) -> int | None:
+    """Returns the ACS control register of a configuration space; 0 if there is none, None if it was truncated."""
+    if len(config) < _FIRST_EXTENDED + 4:
+        return None
+    at, seen = _FIRST_EXTENDED, set[int]()
+    while _FIRST_EXTENDED <= at <= len(config) - 8 and at not in seen:
+        seen.add(at)
+        (header,) = struct.unpack_from("<I", config, at)
+        if header & 0xFFFF == _ACS:
+            (control,) = struct.unpack_from("<H", config, at + _CONTROL)
+            return int(control)
+        at = header >> 20
+    return 0

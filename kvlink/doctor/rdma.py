@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
-from kvlink.doctor import mtu, tools
-from kvlink.doctor.verdict import Check, Verdict
-from kvlink.hardware.sysfs import names, read
+from kvlink.doctor.verdict import Check, Run, Verdict, run_tool
+from kvlink.hardware.sysfs import names, read, read_int
 from kvlink.hardware.topology import GidType, LinkLayer, PortState, RdmaDevice, RdmaPort
 
 _PRIORITY = 3  # the priority that vendors' guides use for RoCE
@@ -19,7 +20,8 @@ def checks(
     root: Path,
     nics: Sequence[RdmaDevice],
     active_mtus: Mapping[str, Sequence[int]],
-    run: tools.Run = tools.run,
+    run: Run = run_tool,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Check]:
     """Yields every check of this module, in the order in which they are shown; without a device only the first.
 
@@ -28,8 +30,14 @@ def checks(
     yield ports(nics)
     if nics:
         yield gids(nics)
-        yield mtu.agreement(root, nics, active_mtus)
-        yield flow_control(root, nics, run)
+        yield agreement(root, nics, active_mtus)
+        yield flow_control(root, nics, run, _traffic_class(env))
+
+
+def _traffic_class(env: Mapping[str, str]) -> int:
+    """Returns that of kvlink's packets. Another check names a malformed setting."""
+    text = env.get("KVLINK_RDMA_TRAFFIC_CLASS", "")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def ports(nics: Sequence[RdmaDevice]) -> Check:
@@ -84,23 +92,27 @@ def gids(nics: Sequence[RdmaDevice]) -> Check:
             continue
         name = f"{nic.name}:{port.number}"
         v2 = [gid for gid in port.gids if gid.kind is GidType.ROCE_V2]
-        addresses = ", ".join(f"{gid.address} (index {gid.index})" for gid in v2)
+        addresses = ", ".join(
+            f"{gid.address} (index {gid.index}{'' if gid.is_here else ', of another network namespace'})"
+            for gid in v2
+        )
         found.append(f"{name} {addresses or 'no RoCE v2 GID'}")
-        if all(gid.address.is_link_local for gid in v2):
+        if all(gid.address.is_link_local or not gid.is_here for gid in v2):
             without.append(port.netdev or "its interface")
     if not found:
         return Check("rdma gids", Verdict.PASS, "no RoCE port: nothing to check")
     if not without:
         return Check("rdma gids", Verdict.PASS, "; ".join(found))
     fix = "; ".join(f"sudo ip address add ADDRESS/LENGTH dev {netdev}" for netdev in dict.fromkeys(without))
-    fix += " (a container sees only GIDs of interfaces in its own network namespace)"
+    fix += " (a container needs an address of its own network namespace: the host network, or SR-IOV with the RDMA CNI)"
     return Check("rdma gids", Verdict.WARN, "; ".join(found), fix)
 
 
-def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Check:
+def flow_control(root: Path, nics: Sequence[RdmaDevice], run: Run, traffic_class: int = 0) -> Check:
     """Checks that the network drops no RoCE packets, by PFC or at least ECN. The switches' side is not visible here.
 
-    Both protect some priorities only. kvlink marks no packet: packets have priority 0 unless the driver marks them.
+    Both protect some priorities only. `traffic_class` is that of kvlink's packets (KVLINK_RDMA_TRAFFIC_CLASS). With 0
+    they have priority 0 unless the driver marks them. Interfaces in the same state are shown together.
     """
     cards = {
         port.netdev: f"sys/class/infiniband/{nic.name}/tc/{port.number}/traffic_class"
@@ -109,18 +121,27 @@ def flow_control(root: Path, nics: Sequence[RdmaDevice], run: tools.Run) -> Chec
     }
     if not cards:
         return Check("rdma flow control", Verdict.PASS, "no RoCE card: nothing to configure")
-    evidence, fixes = [], []
+    alike: dict[str, list[str]] = {}
+    fixes: dict[str, str] = {}
     for netdev, mark_file in cards.items():
         pfc, ecn, mark = _pfc(run, netdev), _ecn(root, netdev), _mark(root, mark_file)
         marked = "" if mark is None else f", traffic class {mark}"
-        evidence.append(f"{netdev}: PFC {_on(pfc)}, ECN {_on(ecn)}{marked}")
+        state = f"PFC {_on(pfc)}, ECN {_on(ecn)}{marked}"
+        alike.setdefault(state, []).append(netdev)
         guarded = sorted({*(pfc or ()), *(ecn or ())})
         if not guarded:
-            fixes.append(_how_to_flow(netdev, pfc is None))
-        elif mark == 0 and 0 not in guarded:
-            fixes.append(_how_to_mark(netdev, mark_file, guarded[0]))
+            fixes.setdefault(state, _how_to_flow(netdev, pfc is None))
+        elif (mark or traffic_class) >> 5 not in guarded and (mark is not None or traffic_class):
+            fixes.setdefault(state, _how_to_mark(netdev, guarded[0]))
+    evidence = [f"{', '.join(netdevs)}: {state}" for state, netdevs in alike.items()]
+    if traffic_class:
+        evidence.append(f"KVLINK_RDMA_TRAFFIC_CLASS={traffic_class}, priority {traffic_class >> 5}")
+    others = {
+        state: f" (the same for {', '.join(netdevs[1:])})" for state, netdevs in alike.items() if netdevs[1:]
+    }
     verdict = Verdict.WARN if fixes else Verdict.PASS
-    return Check("rdma flow control", verdict, "; ".join(evidence), "; ".join(fixes))
+    fix = "; ".join(fix + others.get(state, "") for state, fix in fixes.items())
+    return Check("rdma flow control", verdict, "; ".join(evidence), fix)
 
 
 def _how_to_flow(netdev: str, unknown: bool) -> str:
@@ -133,13 +154,14 @@ def _how_to_flow(netdev: str, unknown: bool) -> str:
     return f"sudo mlnx_qos -i {netdev} --pfc {enabled}; echo 1 | sudo tee {ecn}"
 
 
-def _how_to_mark(netdev: str, mark_file: str, priority: int) -> str:
-    """Returns the commands that mark packets.
+def _how_to_mark(netdev: str, priority: int) -> str:
+    """Returns how kvlink's packets get a priority.
 
     Where DSCP is trusted, eight consecutive values share a priority. Guides take the third for RoCE (26 for 3).
     """
     dscp, able_to_ecn = 8 * priority + 2, 2
-    return f"sudo mlnx_qos -i {netdev} --trust dscp; echo {dscp << 2 | able_to_ecn} | sudo tee /{mark_file}"
+    mark = f"set KVLINK_RDMA_TRAFFIC_CLASS={dscp << 2 | able_to_ecn} at both ends"
+    return f"{mark}, where the host trusts DSCP: sudo mlnx_qos -i {netdev} --trust dscp"
 
 
 def _on(priorities: list[int] | None) -> str:
@@ -148,7 +170,7 @@ def _on(priorities: list[int] | None) -> str:
     return f"on priority {', '.join(map(str, priorities))}" if priorities else "off"
 
 
-def _pfc(run: tools.Run, netdev: str) -> list[int] | None:
+def _pfc(run: Run, netdev: str) -> list[int] | None:
     """Returns the priorities with PFC, or None if no tool could report them."""
     if match := re.search(r"prio-pfc((?:\s+\d:\w+)+)", run("dcb", "pfc", "show", "dev", netdev)):
         return [int(pair[0]) for pair in match[1].split() if pair.endswith(":on")]
@@ -182,3 +204,80 @@ def _mark(root: Path, mark_file: str) -> int | None:
         return None
     match = re.search(r"tclass=(\d+)", read(root, mark_file))
     return int(match[1]) if match else 0
+
+
+# RoCE v2 headers with every optional one, as the kernel's iboe_get_mtu() counts: GRH, UDP, BTH, XRC, atomics, ICRC.
+_ROCE_HEADER_BYTES = 96
+_MTUS = (4096, 2048, 1024, 512, 256)
+_ASK = "ibv_devinfo -v | grep active_mtu"
+
+
+class _Port(NamedTuple):
+    name: str
+    netdev: str
+    netdev_mtu: int
+    """The MTU of the interface in bytes; 0 if there is none, or it is not visible."""
+    active: int
+    """The active MTU that the driver reports, in bytes; 0 if it was not queried."""
+    is_soft: bool
+
+    @property
+    def mtu(self) -> int:
+        return self.active or roce_mtu(self.netdev_mtu)
+
+    def __str__(self) -> str:
+        behind = f" ({self.netdev} has {self.netdev_mtu})" if self.netdev_mtu else ""
+        return f"{self.name} {self.mtu}{behind}"
+
+
+def agreement(root: Path, nics: Sequence[RdmaDevice], active: Mapping[str, Sequence[int]]) -> Check:
+    """Finds ports that waste bandwidth on headers, lag behind their interface, or differ from each other."""
+    ports = [port for port in _mtu_ports(root, nics, active) if port.mtu]
+    if not ports:
+        return Check(
+            "rdma mtu",
+            Verdict.PASS,
+            "unknown to driver and interface; the fabric's subnet manager sets it",
+            _ASK,
+        )
+    evidence, fixes = "; ".join(map(str, ports)), list[str]()
+    if lagging := [
+        port for port in ports if port.netdev_mtu and port.active not in (0, roce_mtu(port.netdev_mtu))
+    ]:
+        evidence += f". {_names(lagging)} did not follow the interface's MTU"
+        fixes += [
+            f"sudo ip link set {port.netdev} down; sudo ip link set {port.netdev} up" for port in lagging
+        ]
+    if len({port.mtu for port in ports}) > 1:
+        evidence += ". Ports differ: pulls between them use the smaller"
+    wanted = _MTUS[0] if any(not port.is_soft for port in ports) else max(port.mtu for port in ports)
+    small = [port for port in ports if port.netdev_mtu and roce_mtu(port.netdev_mtu) < wanted]
+    fixes += [f"sudo ip link set {port.netdev} mtu 9000 (switches and peers too)" for port in small]
+    if fixes or "differ" in evidence:
+        return Check("rdma mtu", Verdict.WARN, evidence, "; ".join(dict.fromkeys(fixes)) or _ASK)
+    return Check("rdma mtu", Verdict.PASS, evidence)
+
+
+def roce_mtu(netdev_mtu: int) -> int:
+    """Returns the largest RDMA MTU that fits into an interface's MTU; 0 for 0."""
+    return next(
+        (size for size in _MTUS if size <= netdev_mtu - _ROCE_HEADER_BYTES), _MTUS[-1] if netdev_mtu else 0
+    )
+
+
+def _mtu_ports(
+    root: Path, nics: Sequence[RdmaDevice], active: Mapping[str, Sequence[int]]
+) -> Iterator[_Port]:
+    for nic in nics:
+        reported = dict(zip((port.number for port in nic.ports), active.get(nic.name, ()), strict=False))
+        for port in nic.ports:
+            if port.state is PortState.ACTIVE:
+                ethernet = port.netdev if port.link_layer is LinkLayer.ETHERNET else ""
+                netdev_mtu = read_int(root, f"sys/class/net/{ethernet}/mtu") if ethernet else None
+                active_mtu = reported.get(port.number, 0)
+                name = f"{nic.name}:{port.number}"
+                yield _Port(name, ethernet, netdev_mtu or 0, active_mtu, nic.pci is None)
+
+
+def _names(ports: Sequence[_Port]) -> str:
+    return ", ".join(port.name for port in ports)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.doctor.software import extension
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import KVLinkError, TransportUnavailable
@@ -151,7 +151,7 @@ def gpu_memory(device: int) -> Any:
 
 def pool_bytes() -> int:
     """Returns how many bytes move in each direction."""
-    return _LAYOUT.region_bytes()[0]
+    return _LAYOUT.region_bytes[0]
 
 
 def read_back(name: str, memory: Any, options: Mapping[str, str]) -> Check:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvlink.doctor.host import may_pin_all
 from kvlink.doctor.verdict import Check, Verdict
-from kvlink.hardware.sysfs import names, read
+from kvlink.hardware.sysfs import names, read, why_closed
 from kvlink.hardware.topology import RdmaDevice
 
 _LIBRARY = "libibverbs.so.1"
@@ -86,38 +85,32 @@ def _provider_of(root: Path, nic: RdmaDevice) -> str:
 
 def device_files(root: Path) -> Check:
     """Checks for one uverbs file per device, readable and writable by this user."""
-    refused = []
+    refused: dict[str, list[str]] = {}
+    opened: list[str] = []
     files = [name for name in names(root, "sys/class/infiniband_verbs") if name.startswith("uverbs")]
     for name in files:
-        if why := _why_closed(root / "dev/infiniband" / name):
-            device = read(root, f"sys/class/infiniband_verbs/{name}/ibdev")
-            refused.append(f"/dev/infiniband/{name} ({device}): {why}")
+        device = read(root, f"sys/class/infiniband_verbs/{name}/ibdev")
+        why = why_closed(root / "dev/infiniband" / name)
+        (refused.setdefault(why, []) if why else opened).append(f"/dev/infiniband/{name} ({device})")
     if not files:
         fix = "sudo modprobe ib_uverbs"
         return Check(
             "uverbs", Verdict.WARN, "the kernel has no uverbs device, because ib_uverbs is not loaded", fix
         )
-    if not refused:
-        opened = ", ".join(f"/dev/infiniband/{name}" for name in files)
-        return Check("uverbs", Verdict.PASS, f"{opened}: readable and writable")
-    absent = any("No such file" in each for each in refused)
+    evidence = f"{', '.join(opened)}: readable and writable" if opened else ""
+    others = "; ".join(f"{', '.join(nodes)}: {why}" for why, nodes in refused.items())
+    if opened and not any("Permission denied" in why for why in refused):
+        left_out = f"; of the host's other devices this process has none: {others}" if others else ""
+        return Check("uverbs", Verdict.PASS, evidence + left_out)
+    absent = any("No such file" in why for why in refused)
     fix = _DEVICE_FILES if absent else f"sudo chmod 0666 /dev/infiniband/uverbs*; {_DEVICE_FILES}"
-    return Check("uverbs", Verdict.WARN, "; ".join(refused), fix)
-
-
-def _why_closed(path: Path) -> str:
-    """Returns why a file cannot be opened, or "". Opening it also detects a container's device filter."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+    return Check("uverbs", Verdict.WARN, "; ".join(filter(None, (others, evidence))), fix)
 
 
 def connection_manager(root: Path, nics: Sequence[RdmaDevice]) -> Check:
     """Checks /dev/infiniband/rdma_cm, which iWARP cards need to connect."""
     iwarp = [nic.name for nic in nics if nic.is_iwarp]
-    why = _why_closed(root / "dev/infiniband/rdma_cm")
+    why = why_closed(root / "dev/infiniband/rdma_cm")
     if not why:
         return Check("rdma_cm", Verdict.PASS, "/dev/infiniband/rdma_cm opens")
     if not iwarp:
@@ -133,4 +126,9 @@ def pinning(root: Path) -> Check:
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
         return Check("capabilities", Verdict.PASS, "no CAP_IPC_LOCK, but locked memory is unlimited")
     fix = "docker run --cap-add=IPC_LOCK --ulimit memlock=-1; Kubernetes: securityContext.capabilities.add: [IPC_LOCK]"
-    return Check("capabilities", Verdict.WARN, "no CAP_IPC_LOCK, and locked memory is limited", fix)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    evidence = (
+        f"no CAP_IPC_LOCK, and locked memory is limited to {limit >> 10} KiB. A pool in host memory needs its size, "
+        "and one on a GPU 4 MiB for its lease table and about 1 MiB for the queues of each peer"
+    )
+    return Check("capabilities", Verdict.WARN, evidence, fix)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 
@@ -78,3 +80,27 @@ def parse_size(text: str) -> int:
         return 0
     shift = {"K": 10, "M": 20, "G": 30}.get(number[-1].upper(), 0)
     return int(number.rstrip("kKmMgG ")) << shift
+
+
+def why_closed(path: Path) -> str:
+    """Returns why a file cannot be opened, or "". Opening it also detects a container's device filter."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def local_addresses(root: Path) -> frozenset[IPv4Address | IPv6Address]:
+    """Returns the IP addresses of this network namespace, or none where the kernel does not show them."""
+    found: set[IPv4Address | IPv6Address] = set()
+    address = ""
+    for line in read(root, "proc/net/fib_trie").splitlines():
+        word = line.strip().removeprefix("|-- ")
+        if word.startswith("/32 host LOCAL") and address:
+            found.add(IPv4Address(address))
+        address = word if re.fullmatch(r"\d+(\.\d+){3}", word) else ""
+    for line in read(root, "proc/net/if_inet6").splitlines():
+        if re.match(r"[0-9a-f]{32} ", line):
+            found.add(IPv6Address(bytes.fromhex(line[:32])))
+    return frozenset(found)

@@ -40,7 +40,7 @@ def _named(group: KVLayout) -> str:
 
 def region_bytes(groups: Groups) -> tuple[int, ...]:
     """Returns the bytes that each pool region must have, in region order."""
-    sizes = [group.region_bytes() for group in groups]
+    sizes = [group.region_bytes for group in groups]
     needed = [0] * max(map(len, sizes))
     for each in sizes:
         for region, num_bytes in enumerate(each):

@@ -132,8 +132,9 @@ class KVLayout:
         """Returns the number of blocks that hold this rank's part of `num_tokens` tokens. The last may be partial."""
         return -(-self.context.num_before(num_tokens) // self.block_tokens)
 
+    @property
     def region_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes that each pool region must have, in region order."""
+        """The bytes that each pool region must have, in region order."""
         needed = [0] * (1 + max(plane.region for plane in self.planes))
         extent = self.extent_bytes
         for plane in self.planes:

@@ -44,7 +44,7 @@ def start() -> None:
     if spans is not None or not _wanted(os.environ):
         return
     try:
-        from kvlink.tracing.export import provider
+        from kvlink.tracing.recording import provider
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -14,7 +15,7 @@ from typing import NamedTuple, cast
 from kvlink import _core, errors
 from kvlink.config import WorkerConfig
 from kvlink.config.addresses import numeric
-from kvlink.config.nic_options import Way, parse_ways
+from kvlink.config.rdma_config import Way, parse_nics, parse_ways
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.kernels import kernel_for
 from kvlink.hardware.nics import RefusedNic
@@ -22,12 +23,20 @@ from kvlink.layout import KVLayout
 from kvlink.runtime.forks import ADVICE
 from kvlink.transfer import transport_names
 from kvlink.transfer.gpu_read_check import unreadable_ports
-from kvlink.transfer.gpu_staging import log_placement, staging_for, warn_of_pool, warn_of_staging
+from kvlink.transfer.gpu_staging import (
+    log_placement,
+    staging_for,
+    warn_if_unserved,
+    warn_of_pool,
+    warn_of_staging,
+)
 from kvlink.transfer.nic_registration import NicRegistration, rdma_options, register_with_nics
 from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.planners import Planner, planners
 from kvlink.transfer.pool import BlockPool
 from kvlink.types import LeaseEnd, TransportCard
+
+_log = logging.getLogger("kvlink.registration")
 
 CompletionQueue = _core.CompletionQueue
 Connection = _core.Connection
@@ -139,9 +148,13 @@ class Engine:
             """Transports that stage reads into the pool, which is on a GPU, in host memory."""
             log_placement(pool)
             warn_of_pool(pool, self.cards())
+            warn_if_unserved(pool, self.cards())
             warn_of_staging(pool, self._core.staging_refused())
             if_it_raises.pop_all()
-        self.nics_left_out: tuple[RefusedNic, ...] = self._nics.left_out
+        unused = [RefusedNic(name, None, why) for name, why in self._core.left_out()]
+        for nic in unused:
+            _log.warning("left out nic=%s", nic)
+        self.nics_left_out: tuple[RefusedNic, ...] = (*self._nics.left_out, *unused)
         """The ports that this pool does not use, each with the reason."""
         self.on_forked: Callable[[], None] = lambda: None
         self.on_landed = self._nics.flush
@@ -166,6 +179,7 @@ class Engine:
             cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
             worker=self.worker_id,
+            nics_named=any(names.ports and not names.excludes for names in parse_nics(config.nics).values()),
         )
         with ExitStack() as if_it_raises:
             if_it_raises.callback(core.close)

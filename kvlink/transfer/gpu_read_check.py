@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from kvlink import _core
 from kvlink.config import WorkerConfig
 from kvlink.config.addresses import numeric
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import KVLinkError
 from kvlink.hardware.gpudirect import Driver, export
 from kvlink.transfer.nic_registration import rdma_options

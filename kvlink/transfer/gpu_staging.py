@@ -8,6 +8,7 @@ memory: reads that would enter the pool in many tiny pieces arrive there first.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -41,6 +42,23 @@ def warn_of_pool(pool: BlockPool, cards: Sequence[TransportCard]) -> None:
     refused = "".join(f"; {card.name} does not export it: {card.refused}" for card in cards if card.refused)
     level = logging.INFO if direct else logging.WARNING
     _log.log(level, "staged in host memory (bounce) device=cuda:%s over=%s%s", pool.gpu, bouncing, refused)
+
+
+def warn_if_unserved(pool: BlockPool, cards: Sequence[TransportCard]) -> None:
+    """Warns at the start of a worker that no other worker can read from, with the name of its accelerator."""
+    if any(not card.refused for card in cards):
+        return
+    device = "cpu" if pool.gpu is None else f"cuda:{pool.gpu}"
+    reasons = "; ".join(f"{card.name}: {card.refused}" for card in cards)
+    _log.warning("no transport serves this worker device=%s%s reason=%s", device, _accelerator(pool), reasons)
+
+
+def _accelerator(pool: BlockPool) -> str:
+    """Returns what torch's name of a device does not tell: it calls AMD's GPUs cuda, too."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if pool.gpu is None or not getattr(version, "hip", None):
+        return ""
+    return " (an AMD GPU with ROCm, which no transport reaches: keep the pool in host memory)"
 
 
 def warn_of_path(worker_id: str, transport: str, ends: Sequence[str], not_taken: Sequence[str]) -> None:

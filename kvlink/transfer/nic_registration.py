@@ -12,8 +12,7 @@ from pathlib import Path
 
 from kvlink import _core
 from kvlink.config import WorkerConfig
-from kvlink.config.nic_options import Way, parse_ways
-from kvlink.config.rdma_config import parse_pkey
+from kvlink.config.rdma_config import Way, parse_pkey, parse_ways
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Driver, ExportedMemory, export
 from kvlink.hardware.nics import MemoryPlace, RefusedNic, select_ports

@@ -105,6 +105,15 @@ class AllPathStats:
         failed = sum(each.failed.total() - each.failed["Cancelled"] for each in counts)
         return sum(each.valid for each in counts), failed
 
+    def work(self, worker_id: str, transport: str) -> tuple[int, int]:
+        """Returns how many transfers over a path were valid, and how many failed because it did not answer."""
+        with self._lock:
+            stats = self._stats.get(self.path(worker_id, transport))
+        if stats is None:
+            return 0, 0
+        counts = _read(stats)
+        return counts.valid, counts.failed["PeerUnreachable"] + counts.failed["TransferTimeout"]
+
     def counts(self) -> dict[Path, PathCounts]:
         """Returns the counters of every path that was ever connected."""
         with self._lock:

@@ -108,6 +108,8 @@ class Peer:
     """Whether it replaces a better transport whose NICs are missing or down, which is tried again later."""
     model: PoolModel = field(default_factory=PoolModel)
     """The model of this reader's own pool."""
+    work_before: tuple[int, int] | None = (0, 0)
+    """The transfers over this path before this connection, see `AllPathStats.work`. None once it was judged."""
     is_alone: bool = field(init=False)
     """Whether this reader takes nothing from other ranks of that server."""
     planner: Planner | None = field(init=False)  # every pull uses these
@@ -136,6 +138,15 @@ class Peer:
         The prediction follows the pulls from this owner over the same transport. Any thread.
         """
         return self.connection.predict_us(num_ops, num_bytes)
+
+    @property
+    def wants_better(self) -> bool:
+        """Whether a better path may exist later: another transport, or this one with the lanes that are missing."""
+        return self.is_fallback or self.connection.num_missing > 0
+
+    def is_better_than(self, other: Peer) -> bool:
+        """Returns whether to replace a connection to the same owner."""
+        return self.transport != other.transport or self.connection.num_missing < other.connection.num_missing
 
     @property
     def rank(self) -> int:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvlink.errors import LayoutMismatch, StaleBlocks, StaleReason
+from kvlink.errors import KVLinkError, LayoutMismatch, StaleBlocks, StaleReason
 from kvlink.layout import GroupsAssignment, assign_groups, owner_ranks
 from kvlink.layout.groups import difference
 from kvlink.runtime.background import off_loop
@@ -18,12 +21,15 @@ from kvlink.runtime.supervised import guarded, start_loop
 from kvlink.transfer.engine import Connection, Engine
 from kvlink.transfer.gpu_staging import bouncing_ends, warn_of_path
 from kvlink.transfer.path_log import PathLog
+from kvlink.transfer.path_memory import PathMemory, pause_s
 from kvlink.transfer.path_stats import Path
 from kvlink.transfer.peer import PathRefusedError, Peer, Refusal, Refusals, refuse_path
 from kvlink.transfer.shared_connect import SharedConnects
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _DRAIN_TICK_S = 0.02
+_TRIAL_S = 5.0
+"""How long a look for a better path takes at most."""
 
 
 class Directory(Protocol):
@@ -52,6 +58,9 @@ class Peers:
     """Called when settles that were queued may have died with a connection."""
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _retiring: dict[asyncio.Task[None], Peer] = field(default_factory=dict)
+    memory: PathMemory = field(default_factory=PathMemory)
+    _improving: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
+    """The looks for a better path, beside the connections that work."""
     _path_log: PathLog = field(default_factory=PathLog)
 
     def __post_init__(self) -> None:
@@ -94,6 +103,59 @@ class Peers:
         self._peers.clear()
 
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
+        known = self._peers.get(key)
+        if known is not None and known.connection.broken:
+            self._judge(known)
+        peer = await self._open(key, agent, timeout_s, fresh)
+        if peer is not None:
+            self._replace(key, peer)
+            if peer.wants_better and key not in self._improving:
+                self._improve_beside(key, agent)
+        return peer
+
+    def _improve_beside(self, key: tuple[str, int], agent: str) -> None:
+        self._improving[key] = start_loop("better path", partial(self._improve, key, agent))
+
+    def _judge(self, peer: Peer) -> None:
+        """Remembers whether a connection that broke did its work."""
+        before, peer.work_before = peer.work_before, None
+        if before is not None:
+            path = peer.card.worker_id, peer.transport
+            valid, failed = map(operator.sub, self.engine.path_stats.work(*path), before)
+            self.memory.ended(*path, valid, failed, time.monotonic())
+
+    async def _improve(self, key: tuple[str, int], agent: str) -> None:
+        """Looks for a better path, while pulls go on over the one that there is. A path that never works costs less
+        and less."""
+        for num_tries in itertools.count():
+            await asyncio.sleep(pause_s(num_tries))
+            peer = self._peers.get(key)
+            if peer is None or not peer.wants_better:
+                break
+            with suppress(KVLinkError):
+                found = await self._open(key, agent, _TRIAL_S, True, better_than=peer)
+                if found is None:
+                    continue
+                if self._peers.get(key) is peer and found.is_better_than(peer):
+                    self._replace(key, found)
+                else:
+                    found.connection.close()
+        self._improving.pop(key, None)
+
+    def stop(self) -> None:
+        """Ends the looks for better paths, on the control loop."""
+        for task in self._improving.values():
+            task.cancel()
+
+    async def _open(
+        self,
+        key: tuple[str, int],
+        agent: str,
+        timeout_s: float,
+        fresh: bool,
+        *,
+        better_than: Peer | None = None,
+    ) -> Peer | None:
         card = await self.directory.card(*key, agent, fresh=fresh)
         if card.epoch != key[1]:
             raise StaleBlocks(
@@ -106,30 +168,48 @@ class Peers:
         refusals = Refusals(card.worker_id)
         by_nic: list[str] = []
         opened: set[str] = set()
-        candidates = self._candidates(card, refusals)
+        candidates, put_off = self._put_off(key[0], self._candidates(card, refusals), refusals)
+        if better_than is not None:
+            candidates = _up_to(candidates, better_than)
         ends = time.monotonic() + timeout_s
         while candidates and (left_s := ends - time.monotonic()) > 0:
             name, offered = candidates.pop(0)
             is_verbs = name.removeprefix("fault+") == "verbs"
+            connection = None
             try:
                 with refuse_path():
                     connection = self.engine.open(name, offered.address, *key)
-                opened.add(name)
                 # A network that drops all packets must leave time for another transport.
                 path_s = left_s / 2 if is_verbs and candidates else left_s
                 peer = await self._try(connection, card, name, offered, assignment, refusals.rows, path_s)
             except PathRefusedError as refused:
                 refusals.note(name, refused.error)
+                if connection is not None and connection.lost_large and name not in opened:
+                    candidates.insert(0, (name, offered))  # which sends smaller packets now
                 by_nic += [name] if is_verbs else []
+                opened |= {name} if connection is not None else set()
                 continue
-            if by_nic and self._is_fallback(key, by_nic, opened):
-                peer.is_fallback = True
-                peer.connection.replace_soon()
-            self._replace(key, peer)
+            peer.is_fallback = put_off or (
+                name not in by_nic and bool(by_nic) and self._is_fallback(key, by_nic, opened)
+            )
             return peer
         for name, _ in candidates:
             refusals.note(name, "no time was left to try it")
         raise refusals.error()
+
+    def _put_off(
+        self, worker_id: str, candidates: list[tuple[str, TransportCard]], refusals: Refusals
+    ) -> tuple[list[tuple[str, TransportCard]], bool]:
+        """Returns the candidates without those that failed their work lately, unless all did, and whether some did."""
+        now = time.monotonic()
+        reasons = {name: self.memory.given_up(worker_id, name, now) for name, _ in candidates}
+        rest = [candidate for candidate in candidates if not reasons[candidate[0]]]
+        if not rest or len(rest) == len(candidates):
+            return candidates, False
+        for name, reason in reasons.items():
+            if reason:
+                refusals.note(name, reason)
+        return rest, True
 
     def _is_fallback(self, key: tuple[str, int], by_nic: Sequence[str], opened: set[str]) -> bool:
         """Returns whether the refused transports `by_nic` may work later.
@@ -211,6 +291,7 @@ class Peers:
             tuple(left_out),
             bounces_at,
             model=self.engine.pool.model,
+            work_before=self.engine.path_stats.work(card.worker_id, name),
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
@@ -237,6 +318,13 @@ class Peers:
             await asyncio.sleep(_DRAIN_TICK_S)
         peer.connection.close()
         self.on_lost(peer)
+
+
+def _up_to(candidates: list[tuple[str, TransportCard]], peer: Peer) -> list[tuple[str, TransportCard]]:
+    """Returns the transports that are better than that of a peer, and that one, too, if lanes of it are missing."""
+    names = [name for name, _ in candidates]
+    end = names.index(peer.transport) if peer.transport in names else 0
+    return candidates[: end + (peer.connection.num_missing > 0)]
 
 
 _abandoned: list[dict[tuple[str, int], Peer]] = []

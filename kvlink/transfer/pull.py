@@ -202,6 +202,14 @@ class Pull(SharedAwaitable[PullStats]):
             [*sums, *slowest_us, all(row.ran_inline for row in rows), self._core.state == SETTLED]
         )
 
+    @property
+    def validated_units(self) -> int:
+        """The blocks, layers or tokens (the ticket's `ready_unit`) that have arrived from every owner and are valid.
+
+        Only a streaming pull counts them: decode may use these, in order, while the others are still computed.
+        """
+        return min((transfer.proven_units for _, _, transfer in self.parts()), default=0)
+
     def explain(self) -> list[PathTaken]:
         """Returns the path to each owner, why better ones were refused, and the predicted and the measured time."""
         return paths_taken(self.parts(), self._cuts or {})
@@ -267,8 +275,8 @@ class Pull(SharedAwaitable[PullStats]):
 
 def _closed_by(ticket: Ticket, peer: Peer) -> PeerUnreachable:
     """Returns the error for an owner whose connection was broken when its part should start."""
-    why = peer.connection.why_broken()
-    return PeerUnreachable(f"request {ticket.request_id}: {ticket.worker_id} closed the connection: {why}")
+    what = f"request {ticket.request_id}: the connection to {ticket.worker_id} ended before anything was read"
+    return PeerUnreachable(f"{what}: {peer.connection.why_broken()}")
 
 
 def failure_of(part: Part) -> KVLinkError | None:

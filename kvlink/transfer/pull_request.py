@@ -27,13 +27,38 @@ Words = tuple[int, int, int]
 """The slot and the nonce of a seat, and the value that settles it; 0 does not settle."""
 
 
-class Want(NamedTuple):
+class PullSpec(NamedTuple):
     """The arguments of `Worker.pull` that say what is read. `into` is a copy, with one buffer for each cache group."""
 
     into: Any
     tokens: TokenRanges | None
     layers: tuple[int, int] | None
     settle: bool
+
+
+class PullGroup(NamedTuple):
+    """Describes the part of one cache group in a pull, as the core takes it: `_core.GroupRow`."""
+
+    planner: _core.Planner
+    block_ids: Any
+    """The owner's blocks."""
+    into: Any
+    """The reader's blocks."""
+    tokens: tuple[int, int]
+    layers: tuple[int, int]
+    at_end: bool
+    """Whether a streaming pull reads the group once all is ready."""
+
+
+class PullPart(NamedTuple):
+    """Describes what a pull reads from one owner, as the core takes it: `_core.PartRow`."""
+
+    connection: _core.Connection
+    groups: list[PullGroup]
+    lease: Words
+    stream: int
+    """A number of STREAM_UNITS, or 0."""
+    num_tokens: int
 
 
 def start(
@@ -50,8 +75,10 @@ def start(
     plain = settle and len(seats) == peer.num_seats == 1 and ticket.model == peer.model.number
     words = seats[0] if plain else lease_words(ticket, peer, settle)
     if planner is None or ticket.ready_unit is _TOKENS:
-        rows = _rows(peer, ticket, into, tokens, layers)
-        return peer.connection.pull_groups(rows, words, stream_of(peer, ticket), ticket.num_tokens, timeout_s)
+        groups = _groups(peer, ticket, into, tokens, layers)
+        return peer.connection.pull_groups(
+            groups, words, stream_of(peer, ticket), ticket.num_tokens, timeout_s
+        )
     block_ids = ticket.block_ids
     return peer.connection.pull(
         planner,
@@ -65,11 +92,11 @@ def start(
     )
 
 
-def part_of(peer: Peer, ticket: Ticket, want: Want) -> _core.PartRow:
+def part_of(peer: Peer, ticket: Ticket, want: PullSpec) -> PullPart:
     """Returns the part of a pull that is read from one owner. Raises ConfigError."""
-    rows = _rows(peer, ticket, want.into, want.tokens, want.layers)
-    words = lease_words(ticket, peer, want.settle)
-    return peer.connection, rows, words, stream_of(peer, ticket), ticket.num_tokens
+    groups = _groups(peer, ticket, want.into, want.tokens, want.layers)
+    lease = lease_words(ticket, peer, want.settle)
+    return PullPart(peer.connection, groups, lease, stream_of(peer, ticket), ticket.num_tokens)
 
 
 def stream_of(peer: Peer, ticket: Ticket) -> int:
@@ -85,9 +112,9 @@ def stream_of(peer: Peer, ticket: Ticket) -> int:
     return 0 if ticket.ready >= units else STREAM_UNITS[unit]
 
 
-def _rows(
+def _groups(
     peer: Peer, ticket: Ticket, into: Any, tokens: Any, layers: tuple[int, int] | None
-) -> list[_core.GroupRow]:
+) -> list[PullGroup]:
     layouts, theirs, kept = peer.card.layouts, ticket.groups(), ticket.tokens_of_groups()
     ours = [into] if len(layouts) == 1 else into
     what = f"request {ticket.request_id}"
@@ -102,7 +129,7 @@ def _rows(
     elif peer.planner is not None:
         layers = (0, peer.end_layer)
     ranges = ranges_of(tokens, layouts, ticket, theirs)
-    rows = []
+    groups = []
     for index, (planner, layout) in enumerate(zip(peer.planners, layouts, strict=True)):
         if planner is None:
             continue
@@ -112,8 +139,12 @@ def _rows(
             )
         # How far a group with fewer tokens is written, the count of the request's tokens does not say.
         at_end = layout.is_state or kept[index] < ticket.num_tokens
-        rows.append((planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, at_end))
-    return [row for row in rows if row[3][0] < row[3][1]] or [(*rows[0][:3], (0, 0), *rows[0][4:])]
+        groups.append(
+            PullGroup(planner, theirs[index], ours[index], ranges[index], layers or _ALL_LAYERS, at_end)
+        )
+    return [group for group in groups if group.tokens[0] < group.tokens[1]] or [
+        groups[0]._replace(tokens=(0, 0))
+    ]
 
 
 def layers_read(layers: tuple[int, int], peer: Peer, ticket: Ticket) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import SETTLED, Observer, Pull
 from kvlink.transfer.pull_request import (
     STREAM_UNITS,
-    Want,
+    PullSpec,
     batch_units,
     check_relay,
     part_of,
@@ -59,7 +59,7 @@ class _Run:
     """Holds what the control thread needs for one pull that has not ended."""
 
     pull: Pull
-    want: Want
+    want: PullSpec
     find: Find | None = None
     after: DeviceWork | None = None
     connecting: asyncio.Task[None] | None = None
@@ -75,12 +75,12 @@ class _Run:
             owners = await connect_all(peers, [known[part][0] for part in wanted], until)
         if self.after is not None and not await until_ended(self.after, until):
             raise TransferTimeout("the work on the device that the pull comes after has not ended in time")
-        rows = [part_of(peer, ticket, self.want) for ticket, peer in owners]
+        parts = [part_of(peer, ticket, self.want) for ticket, peer in owners]
         if attempt == 0:
             known[:] = owners
         for part, owner in zip(wanted, owners, strict=False):
             known[part] = owner
-        return lambda: core.connected(attempt, rows)
+        return lambda: core.connected(attempt, parts)
 
     def turns_from(self, error: KVLinkError) -> bool:
         """Returns whether another attempt may succeed after an owner could not be connected."""
@@ -113,11 +113,11 @@ class RelayRun(_Run):
         scale = scale_of(peer, ticket)
         batch = batch_units(self.engine.pool.layout, scale, ticket.num_tokens, self.batch_bytes)
         rest = (min(core.proven_tokens, ticket.num_tokens), ticket.num_tokens)
-        connection, rows, words, _, num_tokens = part_of(peer, ticket, self.want._replace(tokens=rest))
-        row = (connection, rows, words, STREAM_UNITS[ticket.ready_unit], num_tokens)
+        part = part_of(peer, ticket, self.want._replace(tokens=rest))
+        part = part._replace(stream=STREAM_UNITS[ticket.ready_unit])
         self.pull._owners[:] = [(ticket, peer)]
         self.reads = True
-        return lambda: core.connected_relay(attempt, row, batch, scale, self.engine.core, self.lease)
+        return lambda: core.connected_relay(attempt, part, batch, scale, self.engine.core, self.lease)
 
     def turns_from(self, error: KVLinkError) -> bool:
         """See _Run."""
@@ -180,11 +180,13 @@ class Pulls:
         self._equip(pull, settle)
         if core.is_open:
             kept = core.kept_blocks()
-            self._add(_Run(pull, Want(array("I", kept) if kept else copied(into), tokens, layers, settle)))
+            self._add(
+                _Run(pull, PullSpec(array("I", kept) if kept else copied(into), tokens, layers, settle))
+            )
         return pull
 
     def begin(
-        self, request_id: str, find: Find, want: Want, timeout_s: float, after: DeviceWork | None = None
+        self, request_id: str, find: Find, want: PullSpec, timeout_s: float, after: DeviceWork | None = None
     ) -> Pull:
         """Starts a pull after `find` has connected its owners. Nothing is read before `after` has ended."""
         pull = self._equip(
@@ -207,7 +209,7 @@ class Pulls:
         pull = self._equip(Pull(core, sources[0].request_id, []), True)
         run = RelayRun(
             pull,
-            Want(into, None, None, True),
+            PullSpec(into, None, None, True),
             engine=self._engine,
             sources=sources,
             lease=lease,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlink.runtime.backoff import FIRST_S, LONGEST_S
+from kvlink.runtime.backoff import doubled_s
 
 _SILENCE_S = 10.0
 """The shortest time for an owner that neither refuses nor answers. Its host may be down, but the owner or this process
@@ -34,7 +34,7 @@ class ReconnectBackoff:
     def failed(self, why: str, began: float, now: float, silent: bool) -> None:
         """Records that an attempt started at `began` has failed. `silent` says that there was no answer at all."""
         self.failures += 1
-        self.not_before = now + min(FIRST_S * 2 ** (self.failures - 1), LONGEST_S)
+        self.not_before = now + doubled_s(self.failures)
         self.last = why
         if not silent:
             self._silent_since = None

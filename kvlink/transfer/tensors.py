@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = 2  # kDLCUDA
+_DLPACK_OTHERS = {
+    8: "Metal",
+    10: "ROCm (AMD)",
+    12: "an NPU or another extension",
+    13: "CUDA managed",
+    14: "oneAPI (XPU)",
+}
 _BYTE_TYPES = ("uint8", "int8")
 
 
@@ -105,7 +112,8 @@ def _view_of(name: str, tensor: Any) -> TensorView:
         return _of_torch(name, _as_torch(tensor))
     if device not in _DLPACK_HOST:
         raise ConfigError(
-            f"{name}: pools take arrays on the CPU or on CUDA devices, and this one has DLPack device type {device}"
+            f"{name}: pools take arrays on the CPU or on CUDA devices, and this one has DLPack device type {device}, "
+            f"{_DLPACK_OTHERS.get(device, 'which is unknown')}"
         )
     try:
         return _of_numpy(name, np.from_dlpack(tensor))

@@ -17,9 +17,8 @@ from kvlink.config import WorkerConfig
 from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
 from kvlink.control.overview import WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
 from kvlink.control.security import incarnation_of
-from kvlink.control.values import WorkerEpoch
+from kvlink.control.values import FoundPrefix, Prefix, PrefixQuery, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
 from kvlink.runtime.durations import Durations

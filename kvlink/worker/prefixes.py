@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvlink.config.timeouts import checked
 from kvlink.control.limits import MAX_FOUND, MAX_PREFIX_KEYS, MAX_PREFIX_TICKET_BYTES, MAX_TTL_S
-from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
 from kvlink.errors import AccessDenied, ConfigError
 from kvlink.layout.scope import cache_scope
 from kvlink.runtime.background import ControlThread

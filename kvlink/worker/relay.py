@@ -79,7 +79,7 @@ class Relays:
             )
         if any(each.num_tokens != num_tokens for each in tickets):
             raise ConfigError(
-                f"request {request_id}: `instead` has {tickets[1].num_tokens} tokens, and `ticket` {num_tokens}"
+                f"request {request_id}: `fallback` has {tickets[1].num_tokens} tokens, and `ticket` {num_tokens}"
             )
         return tickets, block_ids
 

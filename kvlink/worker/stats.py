@@ -40,6 +40,7 @@ def gather(
         connect_retries=peers.connects.num_retries,
         failed_starts=dict(pulls.failed),
         restarts=pulls.num_restarts,
+        paths_given_up=peers.memory.num_given_up,
         joined=membership.joined,
         rejoins=membership.num_rejoins,
         ports=tuple(engine.ports()),

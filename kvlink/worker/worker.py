@@ -22,8 +22,7 @@ from kvlink.config.timeouts import checked
 from kvlink.control import ticket_signing
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
-from kvlink.monitoring.worker_report import Reporter
-from kvlink.monitoring.worker_stats import WorkerStats
+from kvlink.monitoring.worker_stats import Reporter, WorkerStats
 from kvlink.runtime.background import ControlThread
 from kvlink.runtime.names import check_kind, check_name
 from kvlink.ticket import LeaseSeat, Ticket
@@ -36,7 +35,7 @@ from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Observer, Pull
-from kvlink.transfer.pull_request import Want, start
+from kvlink.transfer.pull_request import PullSpec, start
 from kvlink.transfer.pulls import Pulls
 from kvlink.types import LeaseEvent, ReadyUnit, WorkerCard
 from kvlink.worker.membership import WorkerMembership
@@ -242,7 +241,7 @@ class Worker:
                 if core is not None:
                     return self._pulls.started(core, ticket, peer, block_ids, tokens, layers, settle)
         claimed, find = self._sources.of(ticket, partial)
-        return self._pulls.begin(claimed, find, Want(block_ids, tokens, layers, settle), limit_s, after)
+        return self._pulls.begin(claimed, find, PullSpec(block_ids, tokens, layers, settle), limit_s, after)
 
     def prepare(
         self,
@@ -288,7 +287,7 @@ class Worker:
         into: GroupIds,
         *,
         readers: int = 1,
-        instead: Ticket | str | None = None,
+        fallback: Ticket | str | None = None,
         offer_as: str | None = None,
         publish: bool = False,
         ttl_s: float | None = None,
@@ -304,9 +303,9 @@ class Worker:
         into: as for `pull`. Write these blocks again only after the pull has ended and the event of the offer has come.
         readers: how many workers read from this one. The ticket of the Relay has a seat for each, see `split`.
             With 0 nothing is offered.
-        instead: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest is
-            read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the end,
-            with all its seats: pass one of `split` if it has seats of others.
+        fallback: another ticket of the same tokens, usually of their first owner. If the first source fails, the rest
+            is read from there, and the readers of this worker do not notice. Otherwise this ticket is released in the
+            end, with all its seats: pass one of `split` if it has seats of others.
         offer_as: the request id of this worker's offer, by default that of `ticket`. At the coordinator, each relay
             needs an id of its own.
         publish, ttl_s: as for `offer`, for the offer of this worker.
@@ -317,7 +316,7 @@ class Worker:
         several owners; UnknownRequest if there is nothing to claim. The Relay raises what happens later.
         """
         limit_s = self._timeout_s if timeout_s is None else checked(timeout_s)
-        sources, block_ids = self._relays.checked((ticket, instead), into, limit_s)
+        sources, block_ids = self._relays.checked((ticket, fallback), into, limit_s)
         offered = None
         if readers:
             offered = self.offer(
@@ -522,6 +521,7 @@ class Worker:
     async def _end_calls(self) -> None:
         if hasattr(self, "_peers"):
             self._peers.connects.close()
+            self._peers.stop()
         if hasattr(self, "_pulls"):
             self._pulls.close_queue()
         await self._membership.leave()

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvlink.benchmarks.prediction.machines import Machine
-from kvlink.benchmarks.simulation.workload import path_of
+from kvlink.benchmarks.prediction.paths import Machine
+from kvlink.benchmarks.simulation.fleets import path_of
 from kvlink.benchmarks.workloads.models import MODELS
 from kvlink.transfer.cost_model import Cost
 
 MODEL = MODELS["llama-3.1-70b"]
 COST = Cost(start_us=35, op_ns=100, gib_per_s=3)
-_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:3]
+_DIRECT, *_STAGED = Machine(nics=8).paths(8)[:2]
 PATHS = [
     _DIRECT,
     *_STAGED,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -21,9 +22,18 @@ from typer.testing import CliRunner
 
 from kvlink.benchmarks import app
 from kvlink.benchmarks.harness.processes import OwnerSide, owner_process
-from kvlink.benchmarks.harness.quantiles import quantile_interval, quantiles_us
-from kvlink.benchmarks.measurements import migrate, rank_handoffs
-from kvlink.benchmarks.workloads.arrivals import Arrivals, open_loop, workload
+from kvlink.benchmarks.harness.results import brief
+from kvlink.benchmarks.harness.statistics import quantile_interval, quantiles_us
+from kvlink.benchmarks.measurements import migrate
+from kvlink.benchmarks.measurements.rank_handoffs import saturation
+from kvlink.benchmarks.workloads.arrivals import (
+    Arrivals,
+    Served,
+    gamma_times,
+    is_unstable,
+    open_loop,
+    workload,
+)
 from kvlink.benchmarks.workloads.traces import Request
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.transfer.engine import host_transports
@@ -61,7 +71,7 @@ def test_a_stall_is_in_the_times_of_all_who_came_meanwhile() -> None:
 @pytest.mark.skipif("tcp" not in HERE, reason="needs a prefill process that takes part in the transfer")
 def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     stalled, num = 10, 60
-    arrivals = Arrivals.poisson(num, 100, seed=1)
+    arrivals = Arrivals.random(num, 100, seed=1)
 
     @contextmanager
     def stalling(*arguments: Any, **more: Any) -> Iterator[OwnerSide]:
@@ -82,38 +92,27 @@ def test_a_stalled_prefill_process_shows_in_the_tail(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(migrate, "owner_process", stalling)
     monkeypatch.setattr(migrate, "_SLOTS", 1)
-    found = {
-        row["phase"]: row for row in migrate.rows("qwen3-8b", [40] * num, "tcp", tp="8", arrivals=arrivals)
-    }
-    assert list(found) == ["late", *rank_handoffs.PHASES, rank_handoffs.OVERHEAD]
+    _, row = migrate.rows("qwen3-8b", [40] * num, "tcp", tp="8", arrivals=arrivals)
     least = least_us(list(arrivals.at_s), stalled)
-    for phase, quantile in (("whole", 50), ("whole", 90), ("whole", 99), ("late", 90)):
+    for name, us in (("p50", row["p50_us"]), ("p90", row["p90_us"]), ("p100", row["max_us"])):
         # By their actual starts one of sixty would have seen the stall.
-        before_it = 0.0 if phase == "whole" else 0.1 * STALL_S * 1e6  # late has the request's own time less
-        bound = np.percentile(least, quantile, method="inverted_cdf") - before_it
-        assert found[phase][f"p{quantile}_us"] >= bound > 0
-    whole = found["whole"]
-    assert whole["started_late"] >= sum(each > 1e5 for each in least) - 1
-    assert (whole["iters"], whole["failed"], whole["verified"], whole["slots"]) == (num, 0, True, 1)
+        bound = np.percentile(least, int(name[1:]), method="inverted_cdf")
+        assert us >= bound > 0
+    late = row["parts"]["late"]["p90_us"]
+    assert late >= np.percentile(least, 90, method="inverted_cdf") - 0.1 * STALL_S * 1e6  # less its own time
+    assert row["started_late"] >= sum(each > 1e5 for each in least) - 1
+    assert (row["iters"], row["failed"], row["verified"], row["slots"]) == (num, 0, True, 1)
 
 
 @pytest.mark.parametrize("transport", sorted({"loopback", "shm"} & set(HERE)))
 def test_requests_under_way_together_keep_their_blocks_apart(transport: str) -> None:
-    arrivals = Arrivals.poisson(40, 2000, seed=2)
+    arrivals = Arrivals.random(40, 2000, seed=2)
     lengths = [40, 100, 10_000_000, 0] * 10
-    for row in migrate.rows("qwen3-8b", lengths, transport, tp="8", arrivals=arrivals):
-        assert (row["verified"], row["iters"], row["left_out"], row["failed"]) == (True, 20, 20, 0)
-        assert row["arrivals"] == "Poisson, 2000/s"
-        assert row["p50_low_us"] <= row["p50_us"] <= row["p50_high_us"]
-        assert "p50_us_95" in migrate.brief(row)
-
-
-def test_wrong_bytes_of_an_open_loop_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
-    arrivals = Arrivals.poisson(4, 1000)
-    assert not any(
-        row["verified"] for row in migrate.rows("qwen3-8b", [40] * 4, "fault+loopback", arrivals=arrivals)
-    )
+    _, row = migrate.rows("qwen3-8b", lengths, transport, tp="8", arrivals=arrivals)
+    assert (row["verified"], row["iters"], row["left_out"], row["failed"]) == (True, 20, 20, 0)
+    assert row["arrivals"] == "Poisson, 2000/s"
+    assert row["p50_low_us"] <= row["p50_us"] <= row["p50_high_us"]
+    assert "p50_us_95" in brief({"kind": "migrate", **row})
 
 
 def test_requests_are_served_once_each_and_failures_are_kept() -> None:
@@ -173,7 +172,7 @@ def test_intervals_hold_the_quantile_that_was_seen(values: list[float]) -> None:
     row = quantiles_us(values)
     for name in ("p50", "p90", "p99", "p999"):
         low, middle, high = (row[f"{name}_{end}us"] for end in ("low_", "", "high_"))
-        assert (middle is None) == (not values)
+        assert middle is not None or not values or high is None
         assert low is None or middle is None or low <= middle
         assert high is None or middle is None or middle <= high
 
@@ -183,10 +182,55 @@ def test_the_command_takes_a_rate(shape: tuple[str, ...]) -> None:
     options = "migrate --transport loopback --model qwen3-8b --tp 8 --tokens 40 --rate 500 --requests 20"
     done = CliRunner().invoke(app, [*options.split(), *shape])
     assert done.exit_code == 0, done.output
-    assert "Poisson, 500/s" in done.output
     if shape:
-        machine, late, *phases, noise = map(json.loads, done.output.splitlines())
-        assert (machine["kind"], noise["kind"]) == ("machine", "noise")
-        assert [row["phase"] for row in phases] == [*rank_handoffs.PHASES, rank_handoffs.OVERHEAD]
-        assert late["phase"] == "late"
-        assert (late["iters"], late["tokens"], late["p999_high_us"]) == (20, 40, None)
+        machine, cold, row, noise = map(json.loads, done.output.splitlines())
+        assert (machine["kind"], cold["kind"], noise["kind"]) == ("machine", "cold", "noise")
+        assert (row["iters"], row["tokens"], row["p999_high_us"]) == (20, 40, None)
+        assert row["arrivals"] == "Poisson, 500/s"
+
+
+def queued(rate: float, num: int = 60, slots: int = 4, service_s: float = 0.01) -> list[Served]:
+    """Serves arrivals at a multiple of what the slots can take, in virtual time."""
+    free, found = [0.0] * slots, []
+    for at_s in gamma_times(num, rate * slots / service_s, 3):
+        slot = min(range(slots), key=free.__getitem__)
+        began = max(at_s, free[slot])
+        free[slot] = began + service_s
+        found.append(Served(1e6 * (began - at_s), 1e6 * (free[slot] - at_s)))
+    return found
+
+
+@pytest.mark.parametrize(("rate", "unstable"), [(0.3, False), (0.8, False), (2.0, True), (4.0, True)])
+def test_a_queue_that_grows_throughout_is_unstable(rate: float, unstable: bool) -> None:
+    assert is_unstable(queued(rate)) is unstable
+    assert not is_unstable(queued(rate)[:2]), "two requests show nothing"
+
+
+def test_the_rate_below_the_first_unstable_one_is_that_of_saturation() -> None:
+    row = {"transport": "shm", "failed": 0, "tokens": 16}
+    rows = [
+        row | {"offered_per_s": rate, "achieved_per_s": min(rate, 30), "unstable": rate > 25}
+        for rate in (40, 10, 20)
+    ]
+    [found] = saturation(
+        [*rows, row | {"offered_per_s": 5, "achieved_per_s": 5, "unstable": False, "tokens": 256}]
+    )
+    assert (found["stable_per_s"], found["unstable_per_s"], found["most_achieved_per_s"]) == (20, 40, 30)
+
+
+def test_bursts_come_at_once_and_gamma_pauses_are_burstier() -> None:
+    bursts = Arrivals.random(12, 100, burst=4)
+    assert [len(set(bursts.at_s[at : at + 4])) for at in (0, 4, 8)] == [1, 1, 1]
+    assert bursts.name == "Poisson, 100/s, bursts of 4"
+    pauses = [np.diff(Arrivals.random(4000, 100, burstiness).at_s) for burstiness in (1.0, 0.25)]
+    assert [float(np.mean(each)) for each in pauses] == pytest.approx([0.01, 0.01], rel=0.1)
+    assert float(np.std(pauses[1])) > 1.6 * float(np.std(pauses[0]))
+    with pytest.raises(ConfigError, match="--burstiness"):
+        workload(40, "", 10, None, None, 0.5)
+
+
+def test_a_quantile_without_support_is_none_and_a_failure_is_infinite() -> None:
+    few, many = quantiles_us(range(1, 17)), quantiles_us([*range(1, 1000), math.inf])
+    assert (few["p50_us"], few["p99_us"], few["max_us"]) == (8, None, 16)
+    assert (many["p99_us"], many["max_us"]) == (990, math.inf)
+    assert brief({"kind": "pull", "transport": "shm", **few})["p99_us"] == "max 16"

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from kvlink.benchmarks.measurements import control
-from kvlink.coordinator.gc_tuning import tune_gc
+from kvlink.coordinator.coordinator import tune_gc
 
 pytestmark = pytest.mark.verify
 
@@ -19,7 +19,7 @@ def test_every_hand_off_is_made_and_compared(monkeypatch: pytest.MonkeyPatch) ->
     known, awaited, unary, batched, limit = control.rows(workers=2)
     for latency in (known, awaited):
         assert latency["rounds"] == 100
-        assert 0 < latency["min_us"] <= latency["p50_us"] <= latency["p99_us"]
+        assert 0 < latency["p50_us"] <= latency["max_us"]
     for throughput in (unary, batched, limit):
         assert throughput["handoffs"] == 100
         assert throughput["handoffs_per_s"] > 0

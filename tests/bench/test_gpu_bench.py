@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
 from kvlink.benchmarks import app
-from kvlink.benchmarks.measurements import gpudirect_paths, pull
+from kvlink.benchmarks.measurements import gpudirect_paths
 from kvlink.benchmarks.measurements.gpu import driver_version, pair_of
 from kvlink.errors import ConfigError
+from kvlink.transfer.engine import transports_here
 
 
 def test_without_a_gpu_it_says_what_it_needs() -> None:
@@ -44,19 +43,12 @@ def test_the_drivers_version_is_found_in_what_its_module_says(text: str, version
     assert driver_version(text) == version
 
 
-def test_paths_to_a_gpu_are_modelled_where_there_is_none_and_said_to_be() -> None:
-    if gpudirect_paths._can_measure():
-        pytest.skip("there are a GPU and a NIC: they are measured")
-    result = CliRunner().invoke(app, ["pull", "--path", "gpudirect,bounce", "--gbps", "200", "--json"])
-    assert result.exit_code == 0, result.output
-    rows = [row for row in map(json.loads, result.stdout.splitlines()) if "path" in row]
-    assert [(row["path"], row["piece_bytes"], row["pieces"]) for row in rows] == [
-        (name, *shape) for shape in pull.SHAPES for name in gpudirect_paths.PATHS
-    ]
-    assert {row["how"] for row in rows} == {"modelled, 200 Gb/s"}
-    for direct, bounced in zip(rows[::2], rows[1::2], strict=True):
-        assert (direct["host_copies"], bounced["host_copies"]) == (0, 2)
-        assert direct["over_gpudirect"] == 1 < bounced["over_gpudirect"]
+def test_without_a_nic_paths_to_a_gpu_are_not_measured() -> None:
+    if not transports_here()["verbs"]:
+        pytest.skip("there is a NIC: they are measured")
+    result = CliRunner().invoke(app, ["pull", "--path", "gpudirect,bounce", "--json"])
+    assert isinstance(result.exception, ConfigError)
+    assert "`kvlink predict` models both paths" in str(result.exception)
 
 
 @pytest.mark.parametrize("text", ["", "gpudirect,", "nvlink"])

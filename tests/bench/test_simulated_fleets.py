@@ -12,11 +12,12 @@ import pytest
 from bench.simulated_paths import MODEL, PATHS
 from typer.testing import CliRunner
 
+from kvlink.benchmarks.harness.results import fails
+from kvlink.benchmarks.prediction.calibration import CONTROL_US
 from kvlink.benchmarks.simulation import validation
 from kvlink.benchmarks.simulation.command import app
-from kvlink.benchmarks.simulation.curve import Scene, rows
 from kvlink.benchmarks.simulation.engine import Fleet
-from kvlink.benchmarks.simulation.workload import Move, jobs_of
+from kvlink.benchmarks.simulation.fleets import Move, Scene, jobs_of, rows
 from kvlink.benchmarks.workloads.traces import Request, synthetic
 from kvlink.errors import ConfigError
 from kvlink.transfer.cost_model import Cost
@@ -49,17 +50,17 @@ def test_requests_at_one_time_are_no_load(requests: list[Request]) -> None:
         jobs_of(requests, MOVE, Fleet(1, 1, MOVE.rails()), 0.5, 0.0, 0)
 
 
-def test_load_popularity_and_dead_rails_show_in_the_curve() -> None:
+def test_load_and_popularity_show_in_the_curve() -> None:
     def row(**scene: float) -> dict[str, float]:
         [found] = rows(MOVE, REQUESTS, [32], replace(Scene(0.3, lease_s=0.3), **scene))
         return found
 
-    calm, busy, popular, broken = row(), row(load=0.9), row(popular=0.5), row(popular=0.5, fails_after=0.1)
-    assert calm["p50_us"] <= calm["p90_us"] <= calm["p99_us"] <= calm["p999_us"]
+    calm, busy, popular = row(), row(load=0.9), row(popular=0.5)
+    assert calm["p50_us"] <= calm["p90_us"] <= calm["p99_us"] <= calm["max_us"]
     assert busy["p99_us"] > calm["p99_us"]
     assert calm["expired"] == 0
     assert calm["wasted_gib"] == pytest.approx(0)
-    assert broken["expired"] > popular["expired"] > 0
+    assert popular["expired"] > 0
     assert popular["wasted_gib"] > 0
     assert popular["busiest"] > calm["busiest"]
 
@@ -67,7 +68,9 @@ def test_load_popularity_and_dead_rails_show_in_the_curve() -> None:
 def shown(*arguments: str) -> list[dict[str, Any]]:
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
-    return [json.loads(line) for line in done.output.splitlines()]
+    return [
+        row for row in map(json.loads, done.output.splitlines()) if row["kind"] not in ("machine", "noise")
+    ]
 
 
 def test_the_command_draws_a_curve(tmp_path: Path) -> None:
@@ -84,7 +87,8 @@ def test_the_command_draws_a_curve(tmp_path: Path) -> None:
     assert [row["workers"] for row in found] == [2, 8]
     for row in found:
         assert (row["kind"], row["path"], row["requests"], row["rails"]) == ("simulation", "gpudirect", 40, 8)
-        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert 0 < row["p50_us"] <= row["max_us"]
+        assert row["p99_us"] is None, "forty requests have no 99th percentile"
     table = CliRunner().invoke(app, ["--workers", "2", "--requests", "10"])
     assert table.exit_code == 0
     assert "expired" in table.output
@@ -118,8 +122,11 @@ def test_a_measured_cost_makes_the_tcp_fleet(tmp_path: Path) -> None:
             "0.01",
         ]
 
-    slow = shown(*calibrated("tcp", Cost(50, 100, 1)))[0]["p50_us"]
-    assert slow == pytest.approx(4 * shown(*calibrated("tcp", Cost(12.5, 25, 4)))[0]["p50_us"], rel=0.01)
+    slow, fast = (
+        shown(*calibrated("tcp", cost))[0]["p50_us"] - CONTROL_US
+        for cost in (Cost(50, 100, 1), Cost(12.5, 25, 4))
+    )
+    assert slow == pytest.approx(4 * fast, rel=0.01)
     assert isinstance(CliRunner().invoke(app, calibrated("shm", Cost(50, 100, 1))).exception, ConfigError)
 
 
@@ -136,7 +143,8 @@ def test_real_pulls_are_put_beside_their_simulation(monkeypatch: pytest.MonkeyPa
     found = list(validation.rows("loopback", requests=12, most_readers=2))
     assert [row["readers"] for row in found] == [1, 2]
     for row in found:
-        assert row["verified"] is True
+        assert row["verified"] in (True, None), "only the last pull of a reader is compared"
+        assert 1 <= row["tries"] <= 3
         assert row["p50_error"] == pytest.approx(row["simulated_p50_us"] / row["p50_us"] - 1)
         assert 0 < row["simulated_p50_us"] <= row["simulated_p99_us"]
 
@@ -146,3 +154,15 @@ def test_wrong_bytes_of_a_validation_are_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")
     [row] = validation.rows("fault+loopback", requests=4, most_readers=1)
     assert row["verified"] is False
+
+
+@pytest.mark.parametrize(
+    ("mean", "p50", "drift", "holds"),
+    [(0.2, -0.3, 0.05, True), (-0.41, 0.1, 0.0, False), (0.1, 0.36, 0.0, False), (0.0, 0.0, -0.43, False)],
+)
+def test_a_simulation_that_is_wrong_or_a_machine_that_drifts_fails(
+    mean: float, p50: float, drift: float, holds: bool
+) -> None:
+    row = {"kind": "validation", "mean_error": mean, "p50_error": p50, "drift": drift}
+    row |= validation.judged(row, 0.35)
+    assert (row["holds"], fails(row)) == (holds, not holds)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,9 +10,9 @@ from bench.simulated_paths import COST, MODEL, PATHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlink.benchmarks.simulation.engine import Failure, Fate, Fleet, Job, Outcome, Rails, Simulation
+from kvlink.benchmarks.simulation.engine import Fate, Fleet, Job, Outcome, Rails, Simulation
+from kvlink.benchmarks.simulation.fleets import Move
 from kvlink.benchmarks.simulation.sharing import Flow, Port, level_of, share
-from kvlink.benchmarks.simulation.workload import Move
 
 ONE = Rails(1, 100.0, 100.0)  # bytes/s: figures that one can follow
 
@@ -143,7 +142,7 @@ def test_a_decode_worker_has_only_so_many_pulls_under_way() -> None:
     assert [found[job].took_s for job in jobs] == pytest.approx([11, 22, 33])
 
 
-# Leases and rails that end.
+# Leases that end.
 
 
 def test_a_pull_is_cut_off_when_its_lease_ends() -> None:
@@ -163,38 +162,6 @@ def test_who_had_to_wait_has_less_of_its_lease_left() -> None:
     assert [found[job].num_bytes for job in (first, second)] == pytest.approx([500, 100])
 
 
-def test_losing_one_of_two_rails_halves_the_bandwidth() -> None:
-    job = Job(0, 2000, 0, 0, 0)
-    fleet = Fleet(1, 1, Rails(2, 100, 100), notice_s=0.1)
-    assert run(fleet, job)[job].took_s == pytest.approx(10)
-    for at_s, took_s in ((0, 20), (5, 15)):
-        broken = replace(fleet, failures=(Failure(at_s, 0, 1),))
-        found = run(broken, job)[job]
-        assert (found.fate, found.took_s, found.num_bytes) == (Fate.MOVED, pytest.approx(took_s), 2000)
-
-
-def test_what_was_under_way_on_a_dead_rail_is_missed_before_it_is_read_again() -> None:
-    job, next_one = Job(0, 2000, 0, 0, 0), Job(11, 1000, 0, 0, 0)
-    fleet = Fleet(1, 1, Rails(2, 100, 100), notice_s=4, failures=(Failure(9, 0, 0),))
-    found = run(fleet, job, next_one)
-    assert found[job].took_s == pytest.approx(13)  # bytes end at 11, the loss is known at 13
-    assert found[next_one].took_s == pytest.approx(10)  # the other rail is all its own
-
-
-def test_a_worker_without_rails_cannot_be_reached() -> None:
-    job, later = Job(0, 1000, 0, 0, 0), Job(8, 1000, 0, 0, 0)
-    fleet = Fleet(1, 1, ONE, notice_s=2, failures=(Failure(5, 0, 0),))
-    found = run(fleet, job, later)
-    assert (found[job].fate, found[job].took_s) == (Fate.UNREACHABLE, 7)
-    assert found[job].num_bytes == pytest.approx(500)
-    assert (found[later].fate, found[later].took_s) == (Fate.UNREACHABLE, 2)
-
-
-def test_rails_that_nobody_has_cannot_fail() -> None:
-    with pytest.raises(ValueError, match="cannot fail"):
-        Simulation(Fleet(1, 1, ONE, failures=(Failure(0, 0, 1),)), [])
-
-
 # Any number.
 
 some_jobs = st.lists(
@@ -211,12 +178,9 @@ some_jobs = st.lists(
 )
 
 
-@given(some_jobs, st.sampled_from([2.0, 30.0, 1e6]), st.booleans())
-def test_every_job_ends_once_and_no_byte_is_lost_or_made(
-    jobs: list[Job], lease_s: float, fails: bool
-) -> None:
-    failures = (Failure(20, 0, 1),) if fails else ()
-    fleet = Fleet(4, 4, Rails(3, 50, 40, 30), pulls=2, lease_s=lease_s, failures=failures)
+@given(some_jobs, st.sampled_from([2.0, 30.0, 1e6]))
+def test_every_job_ends_once_and_no_byte_is_lost_or_made(jobs: list[Job], lease_s: float) -> None:
+    fleet = Fleet(4, 4, Rails(3, 50, 40, 30), pulls=2, lease_s=lease_s)
     outcomes = Simulation(fleet, jobs).run()
     assert sorted(map(hash, jobs)) == sorted(hash(each.job) for each in outcomes)
     for each in outcomes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import closed_port
 
 from kvlink import __version__
 from kvlink.config import CATALOGUE
@@ -137,10 +138,35 @@ def first_line(*arguments: str) -> tuple[dict[str, Any], str]:
         return ready, process.stdout.read()
 
 
+def test_a_coordinator_whose_store_does_not_answer_does_not_say_that_it_serves() -> None:
+    with closed_port() as nobody:
+        program = [
+            sys.executable,
+            "-m",
+            "kvlink",
+            "coordinator",
+            "--port",
+            "0",
+            "--store",
+            f"etcd://{nobody}",
+        ]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                said = process.stdout.readline()
+            finally:
+                process.terminate()
+            logged = process.communicate()[1]
+    assert "its store does not answer; calls are refused until it does" in said
+    assert "coordinator serving" not in logged
+    assert logged.count("lost etcd") <= 2
+
+
 def test_servers_say_as_json_where_they_listen() -> None:
     pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
     ready, rest = first_line("coordinator")
-    assert (set(ready), ready["status_page"], rest) == ({"coordinator", "status_page"}, None, "")
+    assert (set(ready), rest) == ({"coordinator", "status_page", "problem"}, "")
+    assert (ready["status_page"], ready["problem"]) == (None, "")
     assert re.fullmatch(r"127\.0\.0\.1:\d+", ready["coordinator"])
     nobody = "http://127.0.0.1:9"
     ready, rest = first_line("router", "--prefill", nobody, "--decode", nobody)

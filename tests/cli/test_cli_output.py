@@ -22,11 +22,9 @@ from waiting import closed_port
 
 from kvlink import cli
 from kvlink.cli import app, main
-from kvlink.cli.fitting import Fitted, plain_table
-from kvlink.cli.numbers import age_text, size_text
 from kvlink.cli.plugins import GROUP
 from kvlink.cli.status import _row
-from kvlink.cli.tables import _table
+from kvlink.cli.tables import Fitted, _table, age_text, plain_table, size_text
 from kvlink.hardware.host_identity import this_host
 from kvlink.layout import Geometry, dense
 from kvlink.layout.model_identity import identity_text
@@ -237,7 +235,7 @@ def test_shells_complete_commands_and_those_of_other_packages(words: str, offere
 
 
 def test_completion_knows_the_transports() -> None:
-    from kvlink.cli.completion import TRANSPORTS
+    from kvlink.cli.checks import TRANSPORTS
     from kvlink.transfer.engine import transports_here
 
     assert tuple(transports_here()) == TRANSPORTS
@@ -299,9 +297,7 @@ NO_NAME = ("bogus", "ä b", ",")
 
 # What an option takes, where it is not a number. Text that kvlink only passes on cannot be wrong here.
 WRONG: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("--tenants", "--model-config", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE
-    ),
+    **dict.fromkeys(("--tenants", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE),
     **dict.fromkeys(("--chat", "results"), UNREADABLE),
     **dict.fromkeys(("--log", "--output", "--token"), UNWRITABLE),
     **dict.fromkeys(("--dir", "--environments"), NO_FOLDER),
@@ -313,6 +309,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--trace": ("/nowhere/x", "/", "/dev/null"),
     **dict.fromkeys(("--transport", "--store", "--order", "--layout", "--path", "--validate"), NO_NAME),
     **dict.fromkeys(("--engine", "--pp", "--tp", "--gpus", "--replicas", "--workers"), NO_NAME),
+    **dict.fromkeys(("--tokens", "--rate", "--slots", "--cpus", "--memory"), NO_NAME),
+    **dict.fromkeys(("before", "after", "--command"), NO_NAME),
     "--device": (*NO_NAME, "cuda:x"),
     "--model": (*NO_NAME, "/nowhere/x"),
     "--tenant": ("coordinator", "a/b", "", "*"),
@@ -320,7 +318,7 @@ WRONG: dict[str, tuple[str, ...]] = {
 FREE = {("drain", "what"), ("replicate", "--model"), ("replicate", "--prompt"), ("report", "--title")}
 NUMBERS = (int, float, list)
 NEEDED = {
-    "bench prefixes": ["--trace", "/dev/null"],
+    "bench compare": ["/nowhere/b"],
     "coordinator": ["--port", "0"],
     "replicate": ["http://127.0.0.1:9", "--model", "m"],
     "router": ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "--port", "0"],

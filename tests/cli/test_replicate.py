@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from kvlink.errors import ConfigError
-from kvlink.integrations.router.commands.prefix_copies import Counters, in_rounds, outcome
-from kvlink.integrations.router.commands.replicate import app
+from kvlink.integrations.router.commands.replicate import Counters, app, in_rounds, outcome
 
 TOKENS = 1576
 KEY = "sk-not-to-be-shown"
@@ -351,7 +350,7 @@ def test_a_long_line_takes_no_longer_than_it_is() -> None:
     """In a process that may use 10 s of a CPU: a search from each of its commas took half a minute."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (10, 10)); "
-        "from kvlink.integrations.router.commands.prefix_copies import Counters; "
+        "from kvlink.integrations.router.commands.replicate import Counters; "
         "line = 'vllm:kvlink_turns_total{' + ',result=\"a\"' * 50_000; "
         "print(Counters.of(line * 2))"
     )

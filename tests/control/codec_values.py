@@ -24,12 +24,12 @@ from kvlink.control.overview import (
     WorkerReport,
     WorkerView,
 )
-from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.values import (
     Claim,
     ConnectReply,
     ConnectRequest,
     CoordinatorStatus,
+    FoundPrefix,
     HandoffBatch,
     HandoffKind,
     HandoffResults,
@@ -37,6 +37,9 @@ from kvlink.control.values import (
     Membership,
     Nothing,
     Offer,
+    Prefix,
+    PrefixChanges,
+    PrefixQuery,
     Push,
     PushKind,
     RefusedHandoff,

@@ -11,7 +11,7 @@ import sys
 _SERVE = """
 import asyncio, sys
 from kvlink.coordinator import serve
-def ready(address):
+def ready(address, waits_for_store):
     print(address, flush=True)
 asyncio.run(serve(port=int(sys.argv[1]), lease_s=float(sys.argv[2]), store=sys.argv[3], on_ready=ready))
 """

@@ -36,12 +36,12 @@ def test_denials_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) 
     denials = DenialLog(lines=2, per_s=60.0, clock=clock)
     for _ in range(5):
         denials.note("/kvlink.v1.Coordinator/Claim", "ipv4:10.0.0.9:1", "no token")
-    assert [record.getMessage().partition("unsaid=")[2] for record in caplog.records] == ["0", "0"]
+    assert [record.getMessage().partition("suppressed=")[2] for record in caplog.records] == ["0", "0"]
     clock.now = 60.0
     denials.note("/kvlink.v1.Coordinator/Claim", "ipv4:10.0.0.9:1", "w" * 9000)
     last = caplog.records[-1].getMessage()
     assert last.startswith("denied method=/kvlink.v1.Coordinator/Claim peer=ipv4:10.0.0.9:1 why=www")
-    assert last.endswith("unsaid=3")
+    assert last.endswith("suppressed=3")
     assert len(last) < 400
 
 

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvlink.control.codec import Codec
-from kvlink.control.codec._memoized import Memoized
+from kvlink.control.codec._wire import Memoized
 from kvlink.control.rpc.eager_future import EagerFuture, eagerly
-from kvlink.control.rpc.turns import Turns
+from kvlink.control.rpc.server import Turns
 from kvlink.control.security import Caller, set_caller
 
 

@@ -43,8 +43,8 @@ async def test_offers_are_refused_as_retryable_and_the_log_stays_short(
     await refused(store, "later")
     output = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line.partition(" error=")[0] for line in output] == [
-        "etcd is full, see the operator's guide unsaid=0",
-        "etcd is full, see the operator's guide unsaid=49",
+        "etcd is full, see the operator's guide suppressed=0",
+        "etcd is full, see the operator's guide suppressed=49",
     ]
 
 

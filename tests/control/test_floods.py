@@ -36,7 +36,7 @@ from kvlink.control.rpc import server
 from kvlink.control.values import Claim
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
-from kvlink.monitoring.status_page import connections
+from kvlink.monitoring.status_page import serving
 from kvlink.monitoring.status_page.serving import serve_status_page
 
 STRANGERS = 200
@@ -184,8 +184,8 @@ async def test_strangers_at_the_page_cost_the_coordinator_little(
     strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get some connections and a while, and there is room for who asks all the time."""
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 50)
-    monkeypatch.setattr(connections, "CONNECTION_S", 2.0)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 50)
+    monkeypatch.setattr(serving, "CONNECTION_S", 2.0)
     coordinator = Coordinator()
     await coordinator.start()
     async with serve_status_page(coordinator, "127.0.0.1", 0) as url:

@@ -23,13 +23,15 @@ from kvlink.control import Limits, WorkerAgent
 from kvlink.control.codec import AgentCalls, Method, StoredRecords
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.overview import MAX_LINKS, MAX_REASONS, Beat, FailureCount, LinkReport, WorkerReport
-from kvlink.control.prefix_values import Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.values import (
     Claim,
     ConnectRequest,
     HandoffBatch,
     JoinRequest,
     Nothing,
+    Prefix,
+    PrefixChanges,
+    PrefixQuery,
     Renewal,
     SettleOrder,
     Watch,

@@ -23,7 +23,6 @@ from kvlink.control import CoordinatorClient, Security
 from kvlink.control.codec import AgentCalls, Method
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.overview import Beat
-from kvlink.control.prefix_values import Prefix, PrefixChanges, PrefixQuery
 from kvlink.control.security.host_tokens import Prover
 from kvlink.control.values import (
     Claim,
@@ -31,6 +30,9 @@ from kvlink.control.values import (
     HandoffBatch,
     JoinRequest,
     Nothing,
+    Prefix,
+    PrefixChanges,
+    PrefixQuery,
     Renewal,
     SettleOrder,
     Watch,

@@ -15,10 +15,9 @@ from coordinator.chains import prefix, query
 
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, WorkerReport
-from kvlink.control.prefix_values import PrefixChanges
 from kvlink.control.refusal import NotJoined
 from kvlink.control.security import incarnation_of
-from kvlink.control.values import Push, PushKind, SettleOrder
+from kvlink.control.values import PrefixChanges, Push, PushKind, SettleOrder
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import AccessDenied, UnknownRequest

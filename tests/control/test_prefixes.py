@@ -22,11 +22,10 @@ from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.limits import MAX_PREFIXES, Limits
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.prefix_values import Prefix, PrefixChanges
 from kvlink.control.refusal import NotJoined, Reason, Refused
 from kvlink.control.security import Role
 from kvlink.control.security.callers import Caller, set_caller
-from kvlink.control.values import CoordinatorStatus, WorkerEpoch
+from kvlink.control.values import CoordinatorStatus, Prefix, PrefixChanges, WorkerEpoch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.store.memory import MemoryStore

@@ -30,10 +30,11 @@ from kvlink.control.beats import Beats
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.refusal import Replaced
 from kvlink.control.rpc import channel, server
-from kvlink.control.values import Watch
+from kvlink.control.values import Membership, Watch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, UnknownRequest
+from kvlink.runtime.supervised import failures
 
 SHORT_LEASE_S = 0.6
 
@@ -341,6 +342,17 @@ def test_who_gives_up_has_a_third_of_the_lease_left(gaps: list[float], answers: 
     assert now + later + beats.spread_s(now + later) <= max(renewed + LEASE_S, now + later)
 
 
+@pytest.mark.parametrize(
+    ("keep_alive_s", "lease_s", "waited_s", "spread_s"),
+    [(2.5, 10.0, 0.0, 2.5), (2.5, 10.0, 6.0, 2.0), (9.0, 30.0, 0.0, 3.0), (2.5, 10.0, 10.5, 0.0)],
+    ids=["a beat", "half of what is left of the lease", "a bound", "no time left"],
+)
+def test_who_rejoins_waits_so_long_at_most(
+    keep_alive_s: float, lease_s: float, waited_s: float, spread_s: float
+) -> None:
+    assert Beats(Membership(1, lease_s, keep_alive_s), 5.0).spread_s(5.0 + waited_s) == spread_s
+
+
 @pytest.mark.parametrize("hangs_after", [0.0, 1.0, 2.4, 2.6, 7.0, 1234.5])
 @virtual
 async def test_it_has_joined_another_before_its_lease_ends(hangs_after: float) -> None:
@@ -395,9 +407,11 @@ async def test_a_coordinator_that_is_slow_is_kept() -> None:
 async def test_a_session_whose_world_is_silent_says_so() -> None:
     first = Replica()
     session = await joined(first)
+    before = failures().get("session")
     first.hangs = True
     await asyncio.sleep(60.0)
     assert session.state is SessionState.REJOINING
+    assert failures().get("session") == before, "a silent coordinator is not an error of the session"
     first.go_on()
     await asyncio.sleep(10.0)
     assert session.state is SessionState.JOINED

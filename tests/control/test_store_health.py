@@ -19,7 +19,7 @@ from kvlink.control.security import Security
 from kvlink.control.values import StoreHealth
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
-from kvlink.coordinator.store.etcd.health import LOST_S, Health
+from kvlink.coordinator.store.etcd.api import LOST_S, Health
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores
 from kvlink.errors import CoordinatorUnavailable

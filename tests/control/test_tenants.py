@@ -33,7 +33,7 @@ from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
 from kvlink.control.values import Watch
 from kvlink.coordinator import Coordinator
-from kvlink.coordinator.store.factory import store_maker
+from kvlink.coordinator.coordinator import store_maker
 from kvlink.coordinator.tenant_stores import stores
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import plain

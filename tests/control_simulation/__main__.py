@@ -7,9 +7,10 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from control_simulation.running import simulate
+from control_simulation.running import kinds_of_events, simulate
 
 
 def seeds(given: Iterable[str]) -> Iterator[int]:
@@ -25,17 +26,24 @@ def seeds(given: Iterable[str]) -> Iterator[int]:
 
 
 def main(given: list[str]) -> int:
-    """Prints a line for each seed that fails; for a single seed also what was logged last."""
+    """Prints what occurred, and a line for each seed that fails; for a single seed also what was logged last."""
     chosen = list(seeds(given or ["random:100"]))
     failed, virtual_s, began = 0, 0.0, time.process_time()
+    occurred, peaks = Counter(dict.fromkeys(kinds_of_events(), 0)), Counter[str]()
     for seed in chosen:
         outcome = simulate(seed)
         virtual_s += outcome.virtual_s
         failed += bool(outcome.violations)
+        occurred.update(outcome.world.ledger.done)
+        peaks |= Counter(outcome.world.ledger.peaks)  # the larger of each
         if len(chosen) == 1:
             print(*outcome.world.lines.tail, *outcome.faults, f"trace {outcome.trace}", sep="\n")
         if outcome.violations:
             print(outcome, flush=True)
+    for kind, count in sorted(occurred.items()):
+        print(f"{count:9,} {kind}")
+    print("most:", ", ".join(f"{most:,.1f} {what}" for what, most in sorted(peaks.items())))
+    print("never occurred:", ", ".join(kind for kind, count in occurred.items() if not count) or "nothing")
     took = f"in {time.process_time() - began:.1f}s"
     print(f"{len(chosen) - failed} passed, {failed} failed, {virtual_s:,.0f} virtual seconds {took} of CPU")
     return failed > 0

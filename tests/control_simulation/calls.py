@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,19 @@ _numbers = itertools.count(1)
 
 def failure(code: grpc.StatusCode, details: str, trailers: Metadata = ()) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details)
+
+
+class Message(bytes):
+    """A request, which counts for as long as a server has it."""
+
+    num_kept = 0
+
+    def __new__(cls, blob: bytes) -> Message:
+        Message.num_kept += len(blob)
+        return super().__new__(cls, blob)
+
+    def __del__(self) -> None:
+        Message.num_kept -= len(self)
 
 
 class Inbox:
@@ -141,7 +154,8 @@ class ClientCall:
         if self.done.done():
             raise self.error() if self.status[0] is not grpc.StatusCode.OK else asyncio.InvalidStateError()
         assert self._connection is not None
-        self._connection.up.send(f"request {len(blob)}", lambda: self.requests.put(blob))
+        request = Message(blob + self._channel.process.says_more)
+        self._connection.up.send(f"request {len(blob)}", partial(self.requests.put, request))
 
     async def done_writing(self) -> None:
         await asyncio.shield(self._began)
@@ -173,12 +187,41 @@ class ClientCall:
         return grpc.aio.Metadata(*self.status[2])
 
 
+class _UnaryCall:
+    """One call with one reply, which is awaited."""
+
+    def __init__(self, call: ClientCall, blob: bytes, timeout_s: float) -> None:
+        self._call = call
+        self._answer = self._answered(blob, timeout_s)
+        self.add_done_callback = call.add_done_callback
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return self._answer.__await__()
+
+    async def _answered(self, blob: bytes, timeout_s: float) -> bytes:
+        call = self._call
+        try:
+            await asyncio.wait_for(self._exchange(blob), timeout_s)
+        except asyncio.TimeoutError:
+            call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            raise call.error() from None
+        finally:
+            call.cancel()
+        return await call.replies.get() or b""
+
+    async def _exchange(self, blob: bytes) -> None:
+        await self._call.write(blob)
+        await asyncio.shield(self._call.done)
+        if self._call.status[0] is not grpc.StatusCode.OK:
+            raise self._call.error()
+
+
 class SimulatedChannel:
     """The part of grpc.aio.Channel that kvlink uses, of one process to one address."""
 
     def __init__(self, network: Network, process: Process, address: str) -> None:
         self._network = network
-        self._process = process
+        self.process = process
         self._address = address
         self._connecting: asyncio.Task[Connection] | None = None
         self._retry_at = 0.0
@@ -186,24 +229,9 @@ class SimulatedChannel:
         self._calls: dict[ClientCall, None] = {}
 
     def unary_unary(self, path: str) -> Callable[..., Any]:
-        async def call(blob: bytes, timeout: float, metadata: Metadata | None = None) -> bytes:
-            calling = ClientCall(self, path, metadata)
-            try:
-                await asyncio.wait_for(self._exchange(calling, blob), timeout)
-            except asyncio.TimeoutError:
-                calling.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-                raise calling.error() from None
-            finally:
-                calling.cancel()
-            return await calling.replies.get() or b""
-
-        return call
-
-    async def _exchange(self, calling: ClientCall, blob: bytes) -> None:
-        await calling.write(blob)
-        await asyncio.shield(calling.done)
-        if calling.status[0] is not grpc.StatusCode.OK:
-            raise calling.error()
+        return lambda blob, timeout, metadata=None: _UnaryCall(
+            ClientCall(self, path, metadata), blob, timeout
+        )
 
     def unary_stream(self, path: str) -> Callable[..., ClientCall]:
         def call(blob: bytes, metadata: Metadata | None = None) -> ClientCall:
@@ -225,7 +253,7 @@ class SimulatedChannel:
         for call in list(self._calls):
             call.cancel()
         if self._connecting is not None and self._is_connected():
-            self._connecting.result().close(self._process, "channel closed")
+            self._connecting.result().close(self.process, "channel closed")
 
     def _is_connected(self) -> bool:
         attempt = self._connecting
@@ -248,7 +276,7 @@ class SimulatedChannel:
 
     async def _connect(self) -> Connection:
         try:
-            connection = await self._network.connect(self._process, self, self._address, _CONNECT_S)
+            connection = await self._network.connect(self.process, self, self._address, _CONNECT_S)
         except OSError:
             self._retry_at = asyncio.get_running_loop().time() + self._backoff_s
             self._backoff_s = min(1.6 * self._backoff_s, _BACKOFF_S[1])

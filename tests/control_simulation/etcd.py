@@ -11,10 +11,9 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from control_simulation.etcd_data import Data, Refusal
 from control_simulation.network import Network
-from control_simulation.processes import Process
+from control_simulation.processes import Process, true_time
 from control_simulation.serving import SimulatedServer
 
-from kvlink.control.now import now
 from kvlink.v1 import etcd_pb2 as pb
 
 T = TypeVar("T")
@@ -35,6 +34,9 @@ class SimulatedEtcd:
         self.on_expired: Callable[[list[bytes]], None] = lambda keys: None
         """Is told of keys whose lease was not renewed."""
         self.num_calls = 0
+        self.loses_renewals = False
+        self.lags_by_s = 0.0
+        """Every other watch is told of changes so much later."""
         self.leader: Member | None = None
         self.one_at_a_time = asyncio.Lock()
         """For what happens to its processes and data."""
@@ -80,22 +82,22 @@ class SimulatedEtcd:
             self._elect()
             if self.leader is not None:
                 for number, lease in list(self.data.leases.items()):
-                    if lease.expires_at < now():
+                    if lease.expires_at < true_time():
                         self.on_expired(self.data.revoke(number))
                 self.spread()
 
     def _elect(self) -> None:
         if self.leader is not None and self.quorum(self.leader):
-            self._leaderless_since = now()
+            self._leaderless_since = true_time()
             self._patience_s = self.network.chance.uniform(*_ELECTION_S)
             return
-        if self.leader is not None and now() - self._leaderless_since < self._patience_s:
+        if self.leader is not None and true_time() - self._leaderless_since < self._patience_s:
             return
         self.leader = next(filter(self.quorum, self.members), None)
         if self.leader is not None:
             self.leader.applied = self.data.revision
             for lease in self.data.leases.values():
-                lease.expires_at = now() + lease.ttl_s
+                lease.expires_at = true_time() + lease.ttl_s
 
     def spread(self) -> None:
         """Members that the leader reaches learn what was written."""
@@ -105,7 +107,7 @@ class SimulatedEtcd:
                 and member.applied < self.data.revision
                 and self.leader.reaches(member)
             ):
-                due = now() + (0.0 if member is self.leader else self.network.delay_s())
+                due = true_time() + (0.0 if member is self.leader else self.network.delay_s())
                 member.process.call_at(due, member.apply, self.data, self.data.revision)
 
 
@@ -116,6 +118,7 @@ class Member:
         self.host = host
         self.address = f"{host}:{PORT}"
         self.applied = 1
+        self._num_watches = 0
         self._cluster = cluster
         self._number = number
         self._changed = asyncio.Event()
@@ -177,7 +180,7 @@ class Member:
         """Carries out what a majority agrees on. Raises Refusal, too when there is none."""
         cluster = self._cluster
         cluster.num_calls += 1
-        deadline = now() + _REQUEST_S
+        deadline = true_time() + _REQUEST_S
         while True:
             leader = cluster.leader
             if leader is not None and self.reaches(leader) and cluster.quorum(leader):
@@ -185,7 +188,7 @@ class Member:
                 await asyncio.sleep(0.0003 + sum(2 * cluster.network.delay_s() for _ in range(hops)))
                 if cluster.leader is leader and self.reaches(leader) and cluster.quorum(leader):
                     break
-            if now() > deadline:
+            if true_time() > deadline:
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, "request timed out")
             await asyncio.sleep(_TICK_S)
         result = act(cluster.data)
@@ -216,7 +219,7 @@ class Member:
         return pb.CompactionResponse()
 
     def _grant(self, request: pb.LeaseGrantRequest, data: Data) -> pb.LeaseGrantResponse:
-        return data.grant(request.TTL, request.ID, now())
+        return data.grant(request.TTL, request.ID, true_time())
 
     def _revoke(self, request: pb.LeaseRevokeRequest, data: Data) -> pb.LeaseRevokeResponse:
         data.revoke(request.ID)
@@ -226,7 +229,9 @@ class Member:
         try:
             async for request in requests:
                 number = request.ID
-                ttl_s = await self._agreed(lambda data, number=number: data.renew(number, now()))  # type: ignore[misc]
+                if self._cluster.loses_renewals and self._cluster.network.chance.random() < 0.5:
+                    raise Refusal(grpc.StatusCode.UNAVAILABLE, "the stream was reset")
+                ttl_s = await self._agreed(lambda data, number=number: data.renew(number, true_time()))  # type: ignore[misc]
                 await context.write(pb.LeaseKeepAliveResponse(ID=number, TTL=ttl_s))
         except Refusal as refusal:
             await _refuse(context, refusal)
@@ -236,7 +241,9 @@ class Member:
         request = (await anext(requests)).create_request
         data, begin = self._cluster.data, request.start_revision or self.applied + 1
         await context.write(pb.WatchResponse(header=self._header_applied(), created=True))
-        led_at = now()
+        self._num_watches += 1
+        lags = self._num_watches % 2
+        led_at = true_time()
         while data is self._cluster.data:
             if begin < data.compacted:
                 await context.write(
@@ -248,12 +255,15 @@ class Member:
             for events in list(data.since(begin, self.applied)):
                 seen = [event for event in events if request.key <= event.kv.key < request.range_end]
                 if seen:
+                    await asyncio.sleep(
+                        lags * self._cluster.lags_by_s * self._cluster.network.chance.random()
+                    )
                     await context.write(pb.WatchResponse(header=self._header_applied(), events=seen))
             begin = max(begin, self.applied + 1)
             leader = self._cluster.leader
             if leader is not None and self.reaches(leader):
-                led_at = now()
-            elif now() - led_at > _NO_LEADER_S:
+                led_at = true_time()
+            elif true_time() - led_at > _NO_LEADER_S:
                 await _refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "no leader"))
             changed = self._changed.wait()
             try:

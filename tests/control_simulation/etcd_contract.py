@@ -13,6 +13,7 @@ from kvlink.control.rpc.stream import Stream
 from kvlink.coordinator.store.etcd.api import (
     _COMPACT,
     Etcd,
+    StoreFull,
     after,
     delete,
     get,
@@ -21,7 +22,6 @@ from kvlink.coordinator.store.etcd.api import (
     put,
     unchanged,
 )
-from kvlink.coordinator.store.etcd.errors import StoreFull
 from kvlink.errors import CoordinatorError
 from kvlink.v1 import etcd_pb2 as pb
 

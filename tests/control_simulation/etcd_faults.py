@@ -94,14 +94,53 @@ async def etcd_full(world: World) -> None:
         world.store.disarm()
 
 
+async def quorum_lost(world: World) -> None:
+    """Two of three members at a time."""
+    async with world.store.one_at_a_time:
+        lost = world.chance.sample(world.store.members, 2)
+        for member in lost:
+            member.kill() if world.chance.random() < 0.5 else member.process.stop()
+        world.network.look()
+        await pause(world, 0.5, 30.0)
+        for member in lost:
+            member.process.go_on()
+            if not member.process.runs:
+                member.start()
+        world.network.look()
+
+
+async def renewals_lost(world: World) -> None:
+    """Every other one that arrives."""
+    world.store.loses_renewals = True
+    await pause(world, 5.0, 30.0)
+    world.store.loses_renewals = False
+
+
+async def watches_lag(world: World) -> None:
+    """Another coordinator learns late what one has written."""
+    world.store.lags_by_s = 0.3
+    for _ in range(10):
+        await pause(world, 0.5, 2.0)
+        if len(running := world.running()) >= 3:
+            world.handoffs.begin("offered again", *world.chance.sample(running, 3))
+    world.store.lags_by_s = 0.0
+
+
 _SHARED = (
-    *(Fault(of.inflict, of.spares_members, of.spares_handoffs) for of in faults.ALONE[:6]),
+    *faults.OF_WORKERS,
     *(
-        Fault(inflict, spares_members=True, spares_handoffs=True)
+        Fault(inflict, spares_members=True, spares_handoffs=True, leaves_one=True)
         for inflict in (
             faults.coordinator_killed,
             faults.coordinator_terminated,
             faults.coordinator_stopped,
+        )
+    ),
+    *(
+        Fault(inflict, spares_members=True, spares_handoffs=True)
+        for inflict in (
+            renewals_lost,
+            watches_lag,
             faults.coordinator_cut_off,
             coordinator_without_etcd,
             coordinator_without_history,
@@ -123,5 +162,6 @@ REPLICATED = (
         Fault(inflict, spares_members=True, spares_handoffs=True)
         for inflict in (member_killed, member_stopped, member_cut_off)
     ),
+    Fault(quorum_lost),
 )
 """As SINGLE, with an etcd of three members."""

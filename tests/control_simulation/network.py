@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from control_simulation.processes import Process, State
+from control_simulation.processes import Process, State, true_time
 
 _CLIENT_PINGS_S = (10.0, 15.0)
 _SERVER_PINGS_S = (20.0, 30.0)
@@ -43,6 +43,8 @@ class Network:
         self.num_messages = 0
         self.loss = 0.0
         self.slowness = 1.0
+        self.certificates = 1
+        """Counts how often those of all processes were renewed."""
         self._cut: dict[tuple[str, str], int] = {}
         self._trace = hashlib.blake2b(digest_size=16)
 
@@ -53,7 +55,7 @@ class Network:
 
     def note(self, what: str) -> None:
         """Makes `what` a part of the trace."""
-        self._trace.update(f"{asyncio.get_running_loop().time():.6f} {what}\n".encode())
+        self._trace.update(f"{true_time():.6f} {what}\n".encode())
 
     def delay_s(self) -> float:
         """Draws the delay of one message. TCP sends what is lost again, so it comes later."""
@@ -104,9 +106,9 @@ class Network:
                 return
             listener = self.listeners.get(address)
             if listener is not None:
-                listener.process.call_at(loop.time(), take, listener)
+                listener.process.call_at(true_time(), take, listener)
             elif not self.is_cut(host, client.host):
-                client.call_at(loop.time() + self.delay_s(), refuse)
+                client.call_at(true_time() + self.delay_s(), refuse)
 
         def take(listener: Listener) -> None:
             if self.listeners.get(address) is not listener:
@@ -152,15 +154,13 @@ class Pipe:
     def look(self) -> None:
         """Sends again what was held up, if the way is free."""
         if self._held and not self._network.is_cut(self._source.host, self._target.host):
-            self._last = max(
-                self._last, asyncio.get_running_loop().time() + self._network.chance.uniform(0, 1)
-            )
+            self._last = max(self._last, true_time() + self._network.chance.uniform(0, 1))
             while self._held:
                 self._post(*self._held.popleft())
 
     def _post(self, what: str, deliver: Callable[[], None]) -> None:
         network = self._network
-        due = asyncio.get_running_loop().time() + network.delay_s()
+        due = true_time() + network.delay_s()
         self._last = due = max(due, self._last + 1e-6)
         self._target.call_at(due, self._arrive, what, deliver)
 
@@ -208,7 +208,7 @@ class Connection:
             self._pings.clear()
         elif not self._pings:
             for process, span in zip(self.processes, (_CLIENT_PINGS_S, _SERVER_PINGS_S), strict=True):
-                due = asyncio.get_running_loop().time() + self._network.chance.uniform(*span)
+                due = true_time() + self._network.chance.uniform(*span)
                 self._pings.append(process.call_at(due, self.close, process, "keepalive watchdog timeout"))
 
     def reset_by(self, process: Process) -> None:

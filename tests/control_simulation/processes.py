@@ -2,12 +2,14 @@
 """Processes of a simulation: all run on one loop of virtual time, and each can be stopped, continued and killed.
 
 Tasks, timers and callbacks carry the process that started them in their context. They are held back while it is
-stopped, and for ever when it was killed.
+stopped, and for ever when it was killed. Each has a clock of its own, which began at another time than the others' and
+runs a little faster or slower.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
@@ -26,6 +28,12 @@ class State(Enum):
     DEAD = "dead"
 
 
+_SETTLED_S = 3e-9
+"""Timers fire so much later that the clock of their process has passed their time in spite of rounding."""
+_MOST_AT_ONCE = 200_000
+"""So many callbacks run at one time of the clock only if a timer is always due again at once."""
+
+
 class _Deferrable:
     """A callback that asks its process whether it may run."""
 
@@ -39,6 +47,7 @@ class _Deferrable:
 
     def __call__(self) -> None:
         if self.process.state is State.RUNS:
+            self.process.num_steps += 1
             self.callback(*self.args)
         else:
             self.process.deferred.append(self)
@@ -50,6 +59,35 @@ class SimulatedLoop(VirtualLoop):
     def __init__(self) -> None:
         super().__init__()
         self.processes: list[Process] = []
+        self._at_once = [0.0, 0]
+
+    def time(self) -> float:
+        """Returns the time by the clock of the process that asks."""
+        process, true_s = _of.get(), super().time()
+        return true_s if process is None else process.began_s + process.pace * true_s
+
+    def true_time(self) -> float:
+        """Returns the time of the simulation."""
+        return super().time()
+
+    def at(self, true_s: float, callback: Any, *args: Any, context: Context) -> asyncio.TimerHandle:
+        """As `call_at`, by the time of the simulation."""
+        process, callback_of = context.get(_of), callback
+        if process is not None:
+            callback_of = _Deferrable(process, callback, args, context)
+            args = ()
+        timer = super().call_at(true_s, callback_of, *args, context=context)
+        if process is not None:
+            callback_of.handle = timer
+        return timer
+
+    def check_time_passes(self) -> None:
+        """Raises RuntimeError if it does not."""
+        if self._at_once[0] != (true_s := super().time()):
+            self._at_once = [true_s, 0]
+        self._at_once[1] += 1
+        if self._at_once[1] > _MOST_AT_ONCE:
+            raise RuntimeError("a timer is always due again at once: the clock stands still")
 
     def end_processes(self) -> None:
         """When the simulation is over: what is left of them runs, to be cancelled."""
@@ -59,6 +97,7 @@ class SimulatedLoop(VirtualLoop):
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
         context = copy_context() if context is None else context
         process = context.get(_of)
+        self.check_time_passes()
         if process is None:
             return super().call_soon(callback, *args, context=context)
         call = _Deferrable(process, callback, args, context)
@@ -66,13 +105,20 @@ class SimulatedLoop(VirtualLoop):
         return call.handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        context = copy_context() if context is None else context
-        process = context.get(_of)
-        if process is None:
-            return super().call_at(when, callback, *args, context=context)
-        call = _Deferrable(process, callback, args, context)
-        call.handle = timer = super().call_at(when, call, context=context)
-        return timer
+        asking = _of.get()
+        true_s = when if asking is None else (when - asking.began_s) / asking.pace + _SETTLED_S
+        return self.at(true_s, callback, *args, context=copy_context() if context is None else context)
+
+
+def _loop() -> SimulatedLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    return loop
+
+
+def true_time() -> float:
+    """Returns the time of the simulation, which no process knows."""
+    return _loop().true_time()
 
 
 class Process:
@@ -80,14 +126,18 @@ class Process:
 
     def __init__(self, name: str, host: str) -> None:
         self.name = name
+        self.began_s, self.pace = random.uniform(0.0, 10_000.0), random.uniform(0.995, 1.005)
+        """Its clock shows began_s + pace * t at the time t of the simulation."""
+        self.says_more = b"\xc0\x3e\x01" if random.random() < 0.3 else b""
+        """A newer release writes a field that this one does not know behind each message."""
+        self.num_steps = 0
+        """Counts the callbacks that it ran."""
         self.host = host
         self.state = State.RUNS
         self.deferred: list[_Deferrable] = []
         self._context = copy_context()
         self._context.run(_of.set, self)
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, SimulatedLoop)
-        loop.processes.append(self)
+        _loop().processes.append(self)
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.state.value})"
@@ -100,9 +150,9 @@ class Process:
         """Runs `work` as a part of this process."""
         return self._context.copy().run(asyncio.get_running_loop().create_task, work)
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """As of loops, for what comes in from outside."""
-        return asyncio.get_running_loop().call_at(when, callback, *args, context=self._context.copy())
+    def call_at(self, true_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        """As of loops, for what comes in from outside, by the time of the simulation."""
+        return _loop().at(true_s, callback, *args, context=self._context.copy())
 
     def stop(self) -> None:
         if self.state is State.RUNS:

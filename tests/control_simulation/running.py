@@ -14,15 +14,48 @@ from unittest import mock
 
 from control_simulation import etcd_faults, faults, workers
 from control_simulation.faults import Fault
+from control_simulation.handoffs import KINDS
 from control_simulation.processes import SimulatedLoop
 from control_simulation.workers import CLAIM_S
 from control_simulation.world import LEASE_S, World
 
+from kvlink.control import agent
+
 T = TypeVar("T")
 
 _NUM_ROUNDS = 5
+_CALLS = (
+    "claim",
+    "claim cancelled",
+    "claim sent again",
+    "claim withdrawn late",
+    "claim after the end",
+    "denied",
+    "drain",
+    "find",
+    "find, in vain",
+    "handoff in vain",
+    "join",
+    "no lookup",
+    "prefix found at rest",
+    "prefix withdrawn",
+    "settle",
+    "settle, in vain",
+    "settle at rest",
+    "visit",
+    "visit, in vain",
+    "visit at rest",
+)
 _KINDS = {0: faults.ALONE, 1: etcd_faults.SINGLE, 3: etcd_faults.REPLICATED}
 """By the number of etcd's members."""
+
+
+def kinds_of_events() -> list[str]:
+    """Returns what can occur in a run."""
+    inflicted = {fault.name for kinds in _KINDS.values() for fault in kinds}
+    return sorted(
+        [*(f"fault, {name}" for name in inflicted), *(f"handoff, {kind}" for kind in KINDS), *_CALLS]
+    )
 
 
 class Outcome(NamedTuple):
@@ -73,15 +106,21 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     if world.etcd is not None:
         world.store_victim = chance.randrange(len(world.etcd.members))
     world.spares_members = all(fault.spares_members for fault in chosen) and not (
-        any(fault.cuts_coordinators for fault in chosen)
-        and any(fault.inflict is faults.duplicate for fault in chosen)
+        any(fault.cuts_coordinators for fault in chosen) and any(fault.is_duplicate for fault in chosen)
     )
-    world.failures_count = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
+    world.handoffs.must_succeed = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
+    harmless = [fault for fault in chosen if fault.spares_members and not fault.is_duplicate]
+    world.has_one_fault = len(chosen) - len(harmless) <= 1
+    world.leaves_one = len(world.seats) > 1 and all(fault.leaves_one for fault in chosen)
     before = {worker: worker.num_rejoins for worker in world.running()}
-    beside = [asyncio.ensure_future(each) for each in (world.traffic(), world.look_for_stale_ones())]
+    beside = [
+        asyncio.ensure_future(each)
+        for each in (world.traffic(), world.look_for_stale_ones(), world.look_for_hung_ones())
+    ]
 
     async def later(fault: Fault) -> None:
         await asyncio.sleep(chance.uniform(2.0, 12.0))
+        world.ledger.done[f"fault, {fault.name}"] += 1
         await fault.inflict(world)
 
     await asyncio.gather(*map(later, chosen))
@@ -95,8 +134,9 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     for task in beside:
         task.cancel()
     await asyncio.sleep(CLAIM_S + 2.0)
-    world.spares_members = world.failures_count = False
-    await world.check_hand_offs()
+    world.spares_members = world.handoffs.must_succeed = world.leaves_one = False
+    await world.check_restart()
+    await world.check_calls()
     await world.check_bounds()
 
 
@@ -122,12 +162,20 @@ def in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, An
     random.seed(chance.random())
     loop = SimulatedLoop()
     try:
-        with mock.patch.object(os, "urandom", random.randbytes):
+        with (
+            mock.patch.object(os, "urandom", random.randbytes),
+            mock.patch.object(agent, "off_loop", _at_once),
+        ):
             return loop.run_until_complete(main(chance))
     finally:
         random.setstate(before)
         _end(loop)
         loop.close()
+
+
+async def _at_once(call: Callable[..., T], *args: Any) -> T:
+    """In place of a thread, for which virtual time would not wait."""
+    return call(*args)
 
 
 def _end(loop: SimulatedLoop) -> None:

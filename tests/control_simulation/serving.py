@@ -17,7 +17,7 @@ from control_simulation.processes import Process
 
 from kvlink.control.security import Security
 from kvlink.control.security.host_tokens import HostTokens
-from kvlink.control.security.reloading_channel import Options
+from kvlink.control.security.reloading_channel import Options, ReloadingChannel
 
 _FIRST_PORT = 40_000
 
@@ -86,7 +86,7 @@ class ServerCall:
     def _encoded(self, value: Any) -> bytes:
         encode = self._handler.response_serializer
         blob: bytes = encode(value) if encode else value
-        return blob
+        return blob + self._connection.processes[1].says_more
 
     def _decoded(self, blob: bytes) -> Any:
         decode = self._handler.request_deserializer
@@ -119,8 +119,9 @@ class ServerCall:
 class SimulatedServer:
     """Implements the part of grpc.aio.Server that kvlink needs."""
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: Process, older: bool = False) -> None:
         self.process = process
+        self._older = older
         self._network = network
         self._services: list[Any] = []
         self._address = ""
@@ -171,7 +172,7 @@ class SimulatedServer:
             return
         details = _Details(call.path, tuple(call.metadata))
         handler = next(filter(None, (service.service(details) for service in self._services)), None)
-        if handler is None:
+        if handler is None or (self._older and "Prefix" in call.path):
             connection.down.send(
                 "none", partial(call.end, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             )
@@ -198,12 +199,18 @@ class SimulatedSecurity(Security):
     network: Network | None = None
     process: Process | None = None
     insecure: bool = True
+    older: bool = False
+    """The server is of a release that had no directory of prefixes."""
 
     def server(self, options: Options, interceptors: Sequence[Any] = ()) -> Any:
-        return SimulatedServer(self._network(), self._process())
+        return SimulatedServer(self._network(), self._process(), self.older)
 
     def channel(self, address: str, options: Options) -> Any:
-        return SimulatedChannel(self._network(), self._process(), address)
+        """As under TLS, with certificates that are renewed."""
+        network, process = self._network(), self._process()
+        return ReloadingChannel(
+            lambda: network.certificates, lambda: SimulatedChannel(network, process, address)
+        )
 
     def host_tokens(self) -> HostTokens | None:
         return None

@@ -12,8 +12,7 @@ from control_simulation.processes import Process
 from control_simulation.running import in_virtual_time
 from control_simulation.serving import SimulatedSecurity
 
-from kvlink.coordinator.store.etcd.api import Etcd, nested, put
-from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.api import Etcd, StoreFull, nested, put
 from kvlink.v1 import etcd_pb2 as pb
 
 

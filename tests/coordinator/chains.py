@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvlink.control.prefix_values import FoundPrefix, Prefix, PrefixQuery
+from kvlink.control.values import FoundPrefix, Prefix, PrefixQuery
 
 SCOPE, STEP = bytes(16), 16
 

@@ -174,6 +174,46 @@ TestOffers = OffersAgainstModel.TestCase
 TestOffers.settings = settings(max_examples=150, stateful_step_count=40)
 
 
+def test_a_ticket_for_one_answers_one_waiter() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    for waiter in (1, 2):
+        offers.waiting.add(Claim("r", 5.0), waiter, 5.0)
+    ((served, tickets, refused),) = offers.offer(make_offer("r"), 0.0)
+    assert (tickets, refused) == ([make_offer("r").ticket], None)
+    assert offers.waiting.all() == [3 - served]
+
+
+def test_what_is_offered_again_is_what_a_claim_gets() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    claim = Claim("r", claim_id=b"id")
+
+    def offer(rank: int, ticket: bytes) -> None:
+        assert offers.offer(make_offer("r", rank=rank, of=2)._replace(ticket=ticket), 0.0) == []
+
+    offer(0, b"a")
+    assert offers.take(claim) is None, "one rank of two"
+    offer(1, b"b")
+    assert offers.take(claim) == [b"a", b"b"]
+    offer(1, b"b")  # its owner did not hear the answer
+    assert offers.take(claim) == [b"a", b"b"]
+    assert offers.num_tickets == 0
+    offer(0, b"c")
+    assert offers.take(claim) is None, "the tickets before are those of a lease that has ended"
+    offer(1, b"d")
+    assert offers.take(claim) == [b"c", b"d"]
+
+
+def test_an_expired_request_is_refused_until_it_is_offered_again() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    offers.offer(make_offer("r", ttl_s=5.0), 0.0)
+    assert offers.expire(5.0) == []
+    assert (offers.num_tickets, offers.num_expired, offers._requests) == (0, 1, {})
+    with pytest.raises(Refused, match="not claimed within"):
+        offers.take(Claim("r"))
+    offers.offer(make_offer("r", ttl_s=5.0), 6.0)
+    assert offers.take(Claim("r")) == [make_offer("r").ticket]
+
+
 # Tickets that were claimed are kept for claims that are sent again: for a while, and for so many bytes.
 
 
@@ -196,6 +236,21 @@ def test_claimed_tickets_last_as_long_as_the_ticket_would() -> None:
     assert offers.take(claim) is None
     assert (offers._ended, offers._claimed, offers._claimed_bytes) == ({}, {}, 0)
     assert offers.next_deadline() == math.inf
+
+
+def test_only_the_claim_that_was_answered_gives_its_tickets_back() -> None:
+    offers: PendingOffers[int] = PendingOffers(Limits())
+    claim = claimed(offers, "r", 100)
+    for other in (
+        claim._replace(claim_id=b"another"),
+        claim._replace(reader=1),
+        claim._replace(request_id="s"),
+    ):
+        assert offers.give_back(other, 1.0) == []
+        assert offers.take(claim._replace(claim_id=b"another")) is None
+        assert offers.take(claim) == [bytes(100)]
+    assert offers.give_back(claim, 1.0) == []
+    assert offers.take(claim._replace(claim_id=b"another")) == [bytes(100)]
 
 
 def test_claimed_tickets_have_a_quarter_of_the_bytes() -> None:
@@ -393,6 +448,41 @@ def test_what_no_coordinator_wrote_is_passed_over(kind: bytes, noise: bytes) -> 
         mirror.apply([pb.Event(kv=pb.KeyValue(key=key, value=noise, mod_revision=2))], 0.0)
     assert mirror.members == {}
     assert mirror.num_free == 0
+
+
+def test_what_ended_is_not_counted_as_free_and_says_why() -> None:
+    mirror = Mirror(LAYOUT, Limits())
+    card = pb.KeyValue(
+        key=LAYOUT.worker("w"), value=StoredRecords.CARD.encode(make_card("w")), lease=7, mod_revision=1
+    )
+    mirror.apply([pb.Event(kv=card)], 0.0)
+    for number, name in enumerate(("short", "long"), 2):
+        offer = make_offer(name, "w", ttl_s=10.0 * number)
+        kv = pb.KeyValue(
+            key=LAYOUT.ticket(name, 0), value=StoredRecords.OFFER.encode(offer), lease=7, mod_revision=number
+        )
+        mirror.apply([pb.Event(kv=kv)], 0.0)
+    assert (mirror.num_free, mirror.num_free_of("w")) == (2, 2)
+    assert mirror.expire(19.9) == []
+    assert mirror.expire(20.0) == [("short", 0)]
+    assert (mirror.num_free, mirror.num_free_of("w"), mirror.num_expired) == (1, 1, 1)
+    assert serve(mirror.requests["short"], Claim("short")) is None, "etcd has yet to delete it"
+    why = mirror.why_ended("short")
+    assert why is not None
+    assert "not claimed within" in why.sentence
+    for left in (False, True):
+        incarnation = StoredRecords.INCARNATION.encode(Incarnation(1, bytes(16), left))
+        mirror.apply([_put(LAYOUT.epoch("w"), incarnation, 9)], 1.0)
+        gone = [pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=LAYOUT.worker("w")))]
+        mirror.apply(
+            [*gone, pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=LAYOUT.ticket("long", 0)))], 1.0
+        )
+        why = mirror.why_ended("long")
+        assert why is not None
+        assert ("left" if left else "stopped beating") in why.sentence
+        assert (mirror.num_free, mirror.num_lost) == (0, 1)
+        mirror.apply([pb.Event(kv=card)], 1.0)
+        mirror.apply([pb.Event(kv=kv)], 1.0)
 
 
 def _put(key: bytes, value: bytes, revision: int) -> pb.Event:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.control.limits import Limits
-from kvlink.control.prefix_values import Prefix
+from kvlink.control.values import Prefix
 from kvlink.coordinator.prefix_directory import PrefixDirectory
 from kvlink.coordinator.store.members import BEATS_PER_LEASE, Members
 from kvlink.coordinator.store.memory import MemoryStore

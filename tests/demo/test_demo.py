@@ -10,23 +10,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import eventually
 
+from kvlink import StaleBlocks
 from kvlink import demo as demo_package
+from kvlink.coordinator.coordinator import Coordinator
 from kvlink.demo import run
-from kvlink.demo.child import Host
-from kvlink.demo.cluster import Cluster
-from kvlink.demo.messages import Reply
-from kvlink.demo.options import Options
-from kvlink.demo.processes import Child, ChildError, Family
-from kvlink.demo.router import Route
-from kvlink.demo.stages import Decode
-from kvlink.demo.text import NUM_NEW_TOKENS, PROMPTS
+from kvlink.demo.processes import Child, ChildError, Host
+from kvlink.demo.route import Cluster, Route
+from kvlink.demo.servers import NUM_NEW_TOKENS, PROMPTS, Decode, Prefill, Reference
 from kvlink.errors import ConfigError
+from kvlink.runtime.background import ControlThread
 from kvlink.transfer.engine import host_transports
 
 AVAILABLE = [name for name, why_not in host_transports().items() if not why_not]
@@ -126,7 +125,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
 ) -> None:
     why_not = host_transports() | {"verbs": "this machine has no RDMA device"}
-    monkeypatch.setattr("kvlink.demo.transports.host_transports", lambda: why_not)
+    monkeypatch.setattr("kvlink.demo.show.host_transports", lambda: why_not)
     monkeypatch.setattr("kvlink.demo.show.Cluster", None)
     with pytest.raises(ConfigError, match=says):
         run(**given)
@@ -150,7 +149,7 @@ class HereChild(Child):
     def __init__(self) -> None:
         self.host = Host()
 
-    def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Reply:
+    def call(self, role: str, do: str, *, within_s: float = 60.0, **arguments: Any) -> Any:
         reply = self.host.answer(role, do, arguments)
         if "error" in reply:
             raise ChildError(reply["error"])
@@ -158,15 +157,15 @@ class HereChild(Child):
 
 
 @pytest.fixture
-def here() -> Iterator[HereChild]:
-    child = HereChild()
-    yield child
-    child.host.close()
+def coordinator() -> Iterator[str]:
+    thread = ControlThread("coordinator")
+    yield thread.run(Coordinator().start())
+    thread.close()
 
 
 @pytest.mark.parametrize("corrupt", [False, True])
 def test_one_changed_block_changes_the_tokens(
-    here: HereChild, monkeypatch: pytest.MonkeyPatch, corrupt: bool
+    coordinator: str, monkeypatch: pytest.MonkeyPatch, corrupt: bool
 ) -> None:
     """Between pull and decode, what one block holds is negated."""
     generate = Decode._generate
@@ -177,32 +176,26 @@ def test_one_changed_block_changes_the_tokens(
         return generate(decode, blocks, *given)
 
     monkeypatch.setattr(Decode, "_generate", corrupt_and_generate)
-    for role in ("coordinator", "reference"):
-        here.call(role, "open")
-    expected = here.call("reference", "tokens")
-    row = Route("loopback", here, here, lambda: None).try_out(
-        here.call("coordinator", "address")["address"], lambda: expected
-    )
+    here = HereChild()
+    row = Route("loopback", here, here, lambda: None).try_out(coordinator, Reference().tokens)
     assert row.tokens_equal is not corrupt
     assert row.good is not corrupt
     assert ("the tokens for 'a page' differ from the single-process run" in row.error) is corrupt
     assert ("the bytes differ from those offered in 20 of 20 timed pulls" in row.error) is corrupt
 
 
-def test_a_handoff_that_is_used_twice_is_no_pull(here: HereChild) -> None:
-    here.call("coordinator", "open")
-    coordinator = here.call("coordinator", "address")["address"]
-    for role in ("prefill", "decode"):
-        here.call(role, "open", transport="loopback", coordinator=coordinator)
-    handoff = here.call("prefill", "prefill", request_id="once", prompt="Only once")["handoff"]
-    here.call("decode", "decode", handoff=handoff, num_tokens=2)
-    with pytest.raises(ChildError, match="StaleBlocks: request once"):
-        here.call("decode", "decode", handoff=handoff, num_tokens=2)
+def test_a_handoff_that_is_used_twice_is_no_pull(coordinator: str) -> None:
+    prefill, decode = Prefill("loopback", coordinator), Decode("loopback", coordinator)
+    with closing(prefill), closing(decode):
+        handoff = prefill.prefill("once", "Only once")["handoff"]
+        decode.decode(handoff, num_tokens=2)
+        with pytest.raises(StaleBlocks, match="request once"):
+            decode.decode(handoff, num_tokens=2)
 
 
 def test_a_killed_role_fails_its_row_with_a_reason() -> None:
     with Cluster() as cluster:
-        coordinator = cluster.wait_ready()
+        coordinator = cluster.start()
         prefill, decode = cluster.hosts("tcp")
         steps = 0
 
@@ -218,52 +211,45 @@ def test_a_killed_role_fails_its_row_with_a_reason() -> None:
 
 
 @pytest.fixture
-def family() -> Iterator[Family]:
-    family = Family(("coordinator",))
-    yield family
-    family.close()
+def child() -> Iterator[Child]:
+    child = Child("reference")
+    yield child
+    child.close()
 
 
-def test_a_stopped_child_is_killed_within_the_deadline(family: Family) -> None:
-    (child,) = family.wait_ready(60)
+def test_a_stopped_child_is_killed_within_the_deadline(child: Child) -> None:
     os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(ChildError, match=r"did not answer coordinator open within 0.5 s and was killed"):
-        child.call("coordinator", "open", within_s=0.5)
+    with pytest.raises(ChildError, match=r"did not answer reference open within 0.5 s and was killed"):
+        child.call("reference", "open", within_s=0.5)
     assert not alive(child.pid)
 
 
-def test_a_child_that_died_is_reported_with_its_status(family: Family) -> None:
-    (child,) = family.wait_ready(60)
+def test_a_child_that_died_is_reported_with_its_status(child: Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
     eventually(lambda: not alive(child.pid))
-    with pytest.raises(
-        ChildError, match=r"coordinator process \d+ (ended with status -9 in|ended before) coord"
-    ):
-        child.call("coordinator", "open")
+    with pytest.raises(ChildError, match=r"reference process \d+ (ended with status -9 in|ended before) ref"):
+        child.call("reference", "open")
 
 
-def test_children_are_forks_of_a_process_with_one_thread(family: Family) -> None:
-    (child,) = family.wait_ready(60)
-    zygote = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
-    assert len(list(Path(f"/proc/{zygote}/task").iterdir())) == 1
+def test_children_are_forks_of_a_process_with_one_thread(child: Child) -> None:
+    parent = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent != os.getpid()
+    assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
 
 
-def test_an_import_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_is_reported(tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("raise SystemExit(7)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with (
-        Cluster(Options(transformers=True)) as cluster,
-        pytest.raises(ChildError, match=r"zygote process \d+ ended with status 7 in its start"),
-    ):
-        cluster.wait_ready()
+    done = demo("shm", engine="transformers", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "ChildError: the prefill process did not start; see its messages above" in done.stderr
 
 
 def test_children_end_with_a_parent_that_was_killed() -> None:
     program = (
-        "from kvlink.demo.cluster import Cluster\n"
+        "from kvlink.demo.route import Cluster\n"
         "import time\n"
         "with Cluster() as cluster:\n"
-        "    cluster.wait_ready()\n"
+        "    cluster.start()\n"
         "    print(*cluster.pids(), flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -271,7 +257,7 @@ def test_children_end_with_a_parent_that_was_killed() -> None:
     assert parent.stdout is not None
     with parent, parent.stdout:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 4
+        assert len(pids) == 3
         assert all(map(alive, pids))
         parent.kill()
     eventually(lambda: not any(map(alive, pids)))

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from kvlink.cli import app
 from kvlink.demo import run
-from kvlink.demo.stages import Decode, Prefill
-from kvlink.demo.text import PROMPTS
+from kvlink.demo.servers import PROMPTS, Decode, Options, Prefill
 from kvlink.errors import ConfigError
 
 PROMPT = PROMPTS["some blocks and a bit"]
@@ -27,7 +26,8 @@ def test_every_pipeline_gives_the_tokens_of_one_process(pp: str) -> None:
 
 
 def test_a_stage_that_is_not_pulled_changes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = Prefill("loopback", "", stages=(2, 2)), Decode("loopback", "", stages=(2, 2))
+    options = Options(stages=(2, 2))
+    prefill, decode = Prefill("loopback", "", options), Decode("loopback", "", options)
     try:
         first = prefill.prefill("a", PROMPT)
         right = decode.decode(first["handoff"], 16)

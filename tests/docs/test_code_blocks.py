@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from kvlink.runtime.background import ControlThread
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING, TRANSFORMERS = "operate/monitoring.md", "servers/transformers.md"
+WHOLE = ("getting-started/cookbook.md", "reference/python-api.md")
+"""Their blocks follow each other."""
 PREFIXES = "getting-started/prefixes.md"
 
 
@@ -38,7 +42,17 @@ def program(page: str, number: int = 0) -> str:
 
 def test_each_program_is_run() -> None:
     """A new one needs a test below."""
-    assert [page for page, _ in blocks("python")] == [PREFIXES, MONITORING, TRANSFORMERS, TRANSFORMERS]
+    found = [page for page, _ in blocks("python") if page not in WHOLE]
+    assert found == [PREFIXES, MONITORING, TRANSFORMERS, TRANSFORMERS]
+
+
+@pytest.mark.parametrize("page", WHOLE)
+def test_the_blocks_of_a_page_are_one_program_that_runs(page: str, tmp_path: Path) -> None:
+    text = "\n".join(block for where, block in blocks("python") if where == page)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_a_worker_in_a_program_adds_its_metrics_to_a_registry() -> None:
@@ -80,7 +94,7 @@ def test_transformers_hand_a_request_off(monkeypatch: pytest.MonkeyPatch) -> Non
     """In one process, which is prefill and decode at once. Its cache is small: the default takes most memory."""
     pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
-    from kvlink.integrations.transformers.tiny_llama import tiny_llama
+    from kvlink.integrations.transformers.demo import tiny_llama
 
     small = partial(transformers.generation.ContinuousBatchingConfig, num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(transformers.generation, "ContinuousBatchingConfig", small)
@@ -106,7 +120,7 @@ def test_a_request_of_transformers_moves(page_size: int, num_copied: int) -> Non
     pytest.importorskip("torch", reason="pip install 'kvlink[demo]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'kvlink[demo]'")
     from kvlink.integrations.transformers import KVLinkHandoff
-    from kvlink.integrations.transformers.tiny_llama import tiny_llama
+    from kvlink.integrations.transformers.demo import tiny_llama
 
     prompt, num_new = list(range(1, 40)), 128
     with ExitStack() as opened:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvlink import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -75,14 +77,22 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
         if line.strip() and not line.startswith(":")
         for found in page.parent.glob(line.strip() + ".md")
     )
-    there = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index"}
+    there = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index", "404"}
     assert listed == Counter(there)
+
+
+def test_each_error_has_a_section() -> None:
+    public = [
+        name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)
+    ]
+    found = re.findall(r"^## (\w+)$", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE)
+    assert set(public) - {"KVLinkError", "CoordinatorError", "TransferError"} == set(found)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_begins_with_a_sentence(path: Path) -> None:
     """Before any command, table, list or section, it says what it is for."""
-    title, opening = path.read_text().split("\n\n")[:2]
+    title, opening = path.read_text().removeprefix("---\norphan: true\n---\n\n").split("\n\n")[:2]
     assert title.startswith("# ")
     assert re.match(r"(\[|`|\*\*)?[A-Za-z]", opening), opening
 

@@ -19,8 +19,8 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER
 from hardware.fake_root import GPU, LINK_LOCAL, MAPPED, NIC, ROCE_V1, ROCE_V2, FakeRoot, bars, config_space
 
-from kvlink.config.nic_options import Way
-from kvlink.doctor import Verdict, acs, examine, gpudirect, mtu, rdma, trial, verbs
+from kvlink.config.rdma_config import Way
+from kvlink.doctor import Verdict, examine, gpudirect, rdma, trial, verbs
 from kvlink.doctor.verdict import Check
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect import Allocation, Gpu, Kind
@@ -132,12 +132,12 @@ def test_gids_are_no_matter_on_infiniband(root: FakeRoot) -> None:
     [(0, 0), (1500, 1024), (2200, 2048), (4191, 2048), (4192, 4096), (9000, 4096), (300, 256)],
 )
 def test_the_mtu_an_interface_leaves(netdev: int, roce: int) -> None:
-    assert mtu.roce_mtu(netdev) == roce
+    assert rdma.roce_mtu(netdev) == roce
 
 
 def test_mtu_that_is_large(root: FakeRoot) -> None:
     root.nic("mlx5_0")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (4096,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (4096,)})
     assert (check.verdict, check.evidence, check.fix) == (PASS, "mlx5_0:1 4096 (eth0 has 9000)", "")
 
 
@@ -162,7 +162,7 @@ def test_mtu_that_differs_between_ports(root: FakeRoot) -> None:
 
 def test_mtu_that_did_not_follow_its_interface(root: FakeRoot) -> None:
     root.nic("mlx5_0")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (1024,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (1024,)})
     assert check.verdict is WARN
     assert "mlx5_0:1 did not follow" in check.evidence
     assert check.fix == "sudo ip link set eth0 down; sudo ip link set eth0 up"
@@ -184,7 +184,7 @@ def test_mtu_that_nobody_says(root: FakeRoot) -> None:
     root.nic("mlx5_0", link_layer="InfiniBand", netdev="", gids="")
     check = found(root)["rdma mtu"]
     assert (check.verdict, check.fix) == (PASS, "ibv_devinfo -v | grep active_mtu")
-    check = mtu.agreement(root.path, nics(root), {"mlx5_0": (2048,)})
+    check = rdma.agreement(root.path, nics(root), {"mlx5_0": (2048,)})
     assert (check.verdict, check.evidence) == (PASS, "mlx5_0:1 2048")
 
 
@@ -224,6 +224,18 @@ def test_device_files_of_a_container_without_them(root: FakeRoot) -> None:
     assert "--device=/dev/infiniband" in check.fix
     root.write("dev/infiniband/uverbs0")
     assert verbs.device_files(root.path).verdict is PASS
+
+
+def test_device_files_of_a_pod_with_one_device_of_many(root: FakeRoot) -> None:
+    for number in range(9):
+        root.write(f"sys/class/infiniband_verbs/uverbs{number}/ibdev", f"mlx5_{number}")
+    assert verbs.device_files(root.path).evidence.count("No such file") == 1
+    root.write("dev/infiniband/uverbs3")
+    check = verbs.device_files(root.path)
+    assert check.verdict is PASS
+    assert check.evidence.startswith(
+        "/dev/infiniband/uverbs3 (mlx5_3): readable and writable; of the host's other"
+    )
 
 
 def test_device_files_without_permission(root: FakeRoot) -> None:
@@ -303,22 +315,43 @@ def test_congestion_notification(root: FakeRoot) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guarded", "mark", "mark_for_it"),
-    [(3, "", "106"), (4, "tclass=-1", "138"), (0, "", ""), (3, "Global tclass=106", ""), (3, None, "")],
+    ("guarded", "mark", "own", "mark_for_it"),
+    [
+        (3, "", 0, "106"),
+        (4, "tclass=-1", 0, "138"),
+        (0, "", 0, ""),
+        (3, "Global tclass=106", 0, ""),
+        (3, None, 0, ""),
+        (3, "", 106, ""),
+        (3, None, 106, ""),
+        (4, None, 106, "138"),
+    ],
 )
 def test_packets_outside_the_guarded_priority(
-    root: FakeRoot, guarded: int, mark: str | None, mark_for_it: str
+    root: FakeRoot, guarded: int, mark: str | None, own: int, mark_for_it: str
 ) -> None:
     root.nic("mlx5_0")
     for end in ("np", "rp"):
         root.write(f"sys/class/net/eth0/ecn/roce_{end}/enable/{guarded}", "1")
     if mark is not None:
         root.write("sys/class/infiniband/mlx5_0/tc/1/traffic_class", mark)
-    check = found(root)["rdma flow control"]
+    check = rdma.flow_control(root.path, nics(root), silent, own)
     assert check.verdict is (WARN if mark_for_it else PASS)
-    assert ("traffic class" in check.evidence) == (mark is not None)
-    how = f"echo {mark_for_it} | sudo tee /sys/class/infiniband/mlx5_0/tc/1/traffic_class"
-    assert check.fix == (f"sudo mlnx_qos -i eth0 --trust dscp; {how}" if mark_for_it else "")
+    assert (", traffic class" in check.evidence) == (mark is not None)
+    assert (f"KVLINK_RDMA_TRAFFIC_CLASS={own}, priority 3" in check.evidence) == (own > 0)
+    how = f"set KVLINK_RDMA_TRAFFIC_CLASS={mark_for_it} at both ends"
+    assert check.fix == (
+        f"{how}, where the host trusts DSCP: sudo mlnx_qos -i eth0 --trust dscp" if mark_for_it else ""
+    )
+
+
+def test_interfaces_alike_give_one_warning(tmp_path: Path) -> None:
+    check = rdma.flow_control(tmp_path, machines.hgx_h100(tmp_path).discover().nics[:8], silent)
+    assert check.evidence.startswith(
+        "rail0, rail1, rail2, rail3, rail4, rail5, rail6, rail7: PFC cannot tell"
+    )
+    assert check.fix.count("sudo mlnx_qos") == 1
+    assert check.fix.endswith("(the same for rail1, rail2, rail3, rail4, rail5, rail6, rail7)")
 
 
 def test_flow_control_that_cannot_be_told(root: FakeRoot) -> None:
@@ -604,7 +637,7 @@ def switch(root: FakeRoot, downstream: bytes) -> None:
 )
 def test_access_control_services(root: FakeRoot, control: int | None, verdict: Verdict) -> None:
     switch(root, config_space(control))
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert check.verdict is verdict
     if verdict is WARN:
         assert check.evidence.startswith(f"{SWITCH[1]} redirect")
@@ -615,7 +648,7 @@ def test_access_control_services(root: FakeRoot, control: int | None, verdict: V
 
 def test_access_control_services_that_only_root_sees(root: FakeRoot) -> None:
     switch(root, config_space(0x1D, size=64))
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert (check.verdict, check.evidence) == (
         WARN,
         f"unknown: only root can read the registers of {SWITCH[1]}",
@@ -625,13 +658,13 @@ def test_access_control_services_that_only_root_sees(root: FakeRoot) -> None:
 
 def test_access_control_services_without_bridges(root: FakeRoot) -> None:
     root.card(GPU_ADDRESS, GPU)
-    check = acs.redirection(root.path, cards(root))
+    check = gpudirect.redirection(root.path, cards(root))
     assert (check.verdict, check.evidence) == (PASS, "no PCIe bridge above GPUs and NICs is visible here")
 
 
 @pytest.mark.parametrize("space", [b"\xff" * 4096, b"\0" * 4096, (b"\0" * 0x100 + b"\x01\x00\x00\x10") * 15])
 def test_broken_configuration_spaces_end(space: bytes) -> None:
-    assert acs.acs_control(space) == 0
+    assert gpudirect.acs_control(space) == 0
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ int cuInit(unsigned flags) {
 
 int cuPointerGetAttribute(void* into, int attribute, unsigned long long pointer) {
   if (!initialized) return kNotInitialized;
-  if (attribute != 9 || !(pointer & kDeviceBit)) return kInvalidValue;
+  if ((attribute != 9 && attribute != 7) || !(pointer & kDeviceBit)) return kInvalidValue;
+  if (attribute == 7) {
+    *static_cast<unsigned long long*>(into) = id_of(pointer);
+    return kSuccess;
+  }
   const int ordinal = ordinal_of(gpu_of(pointer));
   *static_cast<int*>(into) = ordinal;
   return ordinal >= 0 ? kSuccess : kInvalidValue;

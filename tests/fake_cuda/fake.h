@@ -54,6 +54,8 @@ int ordinal_of(int gpu);
 int current_gpu();
 /// The GPU with the memory at this address; 0 for memory of nobody.
 int gpu_of(uint64_t address);
+/// A number of its own for each of cuMemAlloc's; 0 for memory that was mapped, or is not there.
+unsigned long long id_of(uint64_t address);
 /// Whether one GPU reaches the other's memory: not with FAKE_CUDA_NO_PEERS.
 bool peers(int gpu, int other);
 

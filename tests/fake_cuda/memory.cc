@@ -26,6 +26,7 @@ struct Allocation {
   int gpu;
   int count = 1;
   int handle_types = 1;
+  unsigned long long id = 0;
   bool by_ipc = false;  // other processes may have it by cuIpcOpenMemHandle
 };
 struct Range {
@@ -41,7 +42,10 @@ Allocation* make(size_t bytes, int gpu) {
   const int fd = ::memfd_create((kName + std::to_string(gpu)).c_str(), MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
   ++live;
-  return new Allocation{fd, bytes, gpu};
+  static std::atomic<unsigned long long> made{0};
+  auto* const allocation = new Allocation{fd, bytes, gpu};
+  allocation->id = ++made;
+  return allocation;
 }
 
 ino_t inode_of(int fd) {
@@ -87,6 +91,12 @@ int gpu_of(uint64_t address) {
   std::lock_guard lock(mutex);
   const auto found = find(address);
   return found == mapped.end() ? 0 : found->second.allocation->gpu;
+}
+
+unsigned long long id_of(uint64_t address) {
+  std::lock_guard lock(mutex);
+  const auto found = find(address);
+  return found == mapped.end() || !found->second.by_malloc ? 0 : found->second.allocation->id;
 }
 
 }  // namespace fake

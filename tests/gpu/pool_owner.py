@@ -20,7 +20,7 @@ def pool_of(kind: str) -> BlockPool:
     if kind == "kvlink":
         return BlockPool.allocate(LAYOUT, gpu=0)
     return BlockPool.from_tensors(
-        [torch.zeros(size, dtype=torch.uint8, device="cuda:0") for size in LAYOUT.region_bytes()], LAYOUT
+        [torch.zeros(size, dtype=torch.uint8, device="cuda:0") for size in LAYOUT.region_bytes], LAYOUT
     )
 
 

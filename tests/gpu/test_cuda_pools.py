@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Kind, Ordering, decide, export, inspect
 from kvlink.layout import Geometry, Order, Regions, dense
@@ -23,7 +23,7 @@ def cuda_pool(seed: int) -> BlockPool:
 
     torch.manual_seed(seed)
     tensors = [
-        torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in LAYOUT.region_bytes()
+        torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in LAYOUT.region_bytes
     ]
     torch.cuda.synchronize()
     return BlockPool.from_tensors(tensors, LAYOUT)
@@ -42,8 +42,8 @@ def converted(one: BlockPool, by_heads: BlockPool) -> bool:
     turned = (2, BLOCKS, 8, 16, 256)
     return all(
         torch.equal(
-            one.torch(n)[: LAYOUT.region_bytes()[n]].view(shape).transpose(2, 3),
-            by_heads.torch(n)[: BY_HEADS.region_bytes()[n]].view(turned),
+            one.torch(n)[: LAYOUT.region_bytes[n]].view(shape).transpose(2, 3),
+            by_heads.torch(n)[: BY_HEADS.region_bytes[n]].view(turned),
         )
         for n in range(len(one.regions))
     )
@@ -67,7 +67,7 @@ def test_a_cuda_pool_knows_its_device_and_shares_its_memory() -> None:
 def test_two_devices_are_two_pools() -> None:
     import torch
 
-    sizes = LAYOUT.region_bytes()
+    sizes = LAYOUT.region_bytes
     mixed = [
         torch.zeros(size, dtype=torch.uint8, device=("cuda", "cpu")[n % 2]) for n, size in enumerate(sizes)
     ]

@@ -18,7 +18,7 @@ from hardware.machines import DOWN, ETHERNET, GLOBAL_IPV6, LINK_LOCAL, ROCE_V1, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.config.nic_options import Way, parse_ways
+from kvlink.config.rdma_config import Way, parse_ways
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import CudaDriver, Decision, Facts, Kind, Ordering, decide, export, inspect
 from kvlink.hardware.gpudirect.export import whole_pages

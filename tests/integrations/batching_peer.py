@@ -88,7 +88,7 @@ class Commands:
 
         from kvlink import WorkerConfig
         from kvlink.integrations.transformers import KVLinkHandoff
-        from kvlink.integrations.transformers.tiny_llama import tiny_llama
+        from kvlink.integrations.transformers.demo import tiny_llama
 
         self.network = make(*window) if window else tiny_llama()
         self.manager = self.network.init_continuous_batching(

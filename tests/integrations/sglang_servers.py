@@ -17,6 +17,7 @@ from test_sglang_handoff import HEAD_BYTES, HEADS, LAYERS, PAGE
 
 PAGES, SLOTS, ROWS, ROW_BYTES = 64, 16, 64, 24
 STATE_BYTES = 48
+SERVER_ARGS = SimpleNamespace(enable_pd_role_switch=False, enable_memory_saver=False)
 
 
 class Scheduler:
@@ -38,9 +39,7 @@ class Scheduler:
         self.kv = [rng.integers(0, 256, shape, np.uint8) for _ in range(2 * LAYERS)]
         self.states = [rng.integers(0, 256, (SLOTS, STATE_BYTES), np.uint8) for _ in range(2)]
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
-        self.manager = backend.KVLinkManager(
-            self._args(has_states), mode, SimpleNamespace(enable_pd_role_switch=False)
-        )
+        self.manager = backend.KVLinkManager(self._args(has_states), mode, SERVER_ARGS)
         self.address = f"127.0.0.1:{self.manager.rank_port}"
 
     def _args(self, has_states: bool) -> Any:

@@ -35,8 +35,8 @@ from kvlink.control.security.tickets import ticket_keys
 from kvlink.errors import ConfigError, PeerUnreachable
 from kvlink.integrations.lmcache import channel, register
 from kvlink.integrations.lmcache.__main__ import p2p_config
+from kvlink.integrations.lmcache.reads import DEFAULT_S
 from kvlink.integrations.lmcache.sockets import Secrets, be_owner, be_reader
-from kvlink.integrations.lmcache.times import DEFAULT_S
 from kvlink.runtime import supervised
 
 PAGE, NUM_PAGES = 4096, 16

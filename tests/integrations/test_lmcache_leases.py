@@ -19,8 +19,7 @@ from kvlink.integrations.lmcache.frames import reply_to
 from kvlink.integrations.lmcache.messages import MOST_ASK_BYTES, Answer, Ask
 from kvlink.integrations.lmcache.pages import MOST_OBJECTS, Object, Pages, Wanted
 from kvlink.integrations.lmcache.places import Places
-from kvlink.integrations.lmcache.reads import Reads
-from kvlink.integrations.lmcache.times import DEFAULT_S, read_timeout_s
+from kvlink.integrations.lmcache.reads import DEFAULT_S, Reads, read_timeout_s
 from kvlink.integrations.models import named_model
 
 HERE: Object = (8 * PAGE, 2 * PAGE)

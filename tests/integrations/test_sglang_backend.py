@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from making import making
-from sglang_servers import ROW_BYTES, Scheduler, deliver_all, failure_of, make_backend
+from sglang_servers import ROW_BYTES, SERVER_ARGS, Scheduler, deliver_all, failure_of, make_backend
 from sglang_stand_in import DisaggregationMode, KVPoll, KVTransferError, ZMQError, network
 from waiting import eventually
 
@@ -501,12 +501,13 @@ def test_what_is_not_supported_is_refused_at_start(
 ) -> None:
     from kvlink.integrations.sglang import rank
 
-    context = rank.get_disagg()
-    for name, value, what in (
-        ("disaggregation_decode_host_receive_threshold", 0.5, "host memory"),
-        ("pp_size", 2, "pipeline"),
+    context, server = rank.get_disagg(), SERVER_ARGS
+    for where, name, value, what in (
+        (context, "disaggregation_decode_host_receive_threshold", 0.5, "host memory"),
+        (context, "pp_size", 2, "pipeline"),
+        (server, "enable_memory_saver", True, "memory saver .--enable-memory-saver"),
     ):
-        monkeypatch.setattr(context, name, value)
+        monkeypatch.setattr(where, name, value)
         with pytest.raises(ConfigError, match=f"does not support .*{what}"):
             Scheduler(backend, mode)
         monkeypatch.undo()

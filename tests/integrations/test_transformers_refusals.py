@@ -14,8 +14,8 @@ import transformers
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.transformers import Handoff, KVLinkHandoff
+from kvlink.integrations.transformers.demo import tiny_llama
 from kvlink.integrations.transformers.support import check_manager
-from kvlink.integrations.transformers.tiny_llama import tiny_llama
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 

@@ -28,7 +28,7 @@ from kvlink.integrations.transformers.attention import (  # noqa: E402
     check_served,
     layouts_of,
 )
-from kvlink.integrations.transformers.memory import pool_of  # noqa: E402
+from kvlink.integrations.transformers.handoff import pool_of  # noqa: E402
 
 WINDOW, PAGE, OTHER_PAGE = 20, 8, 6  # the last block of a ring is never full
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from vllm_hostile import FIELDS, JSON
 from vllm_server import ASK_PREFILL, Server, request
 
-from kvlink.control.prefix_values import FoundPrefix
+from kvlink.control.values import FoundPrefix
 from kvlink.errors import ConfigError
 from kvlink.integrations.request_names import name_of
 from kvlink.integrations.vllm.chats.cached_blocks import check_pool

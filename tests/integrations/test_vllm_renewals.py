@@ -18,8 +18,7 @@ from test_vllm_connector import PROMPT
 from vllm_server import ASK_PREFILL, Server, gone, request
 from waiting import eventually
 
-from kvlink.integrations.vllm.decode.remote_leases import RemoteLeases
-from kvlink.integrations.vllm.decode.renewals import LONGEST_S, STILL_S, Renewals
+from kvlink.integrations.vllm.decode.remote_leases import LONGEST_S, STILL_S, RemoteLeases, Renewals
 from kvlink.integrations.vllm.prefill.outgoing import Chunk
 from kvlink.integrations.vllm.wire.handoff import KEY, Handoff
 from kvlink.runtime import supervised

@@ -16,8 +16,8 @@ from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
+from kvlink.integrations.vllm import make_known
 from kvlink.integrations.vllm.model.caches import CacheGroup
-from kvlink.integrations.vllm.registration import make_known
 from kvlink.integrations.vllm.settings import Settings, streams_from
 from kvlink.integrations.vllm.wire import handoff
 from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, prompt_digest

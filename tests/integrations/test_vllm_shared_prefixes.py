@@ -19,8 +19,8 @@ from vllm_server import ASK_PREFILL, NUM_BLOCKS, Server, request  # isort: skip
 
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.chats import prefixes
-from kvlink.integrations.vllm.chats.prefixes import prefix_digests, shared_span
+from kvlink.integrations.vllm.chats import prefix_lookups
+from kvlink.integrations.vllm.chats.prefix_lookups import prefix_digests, shared_span
 from kvlink.integrations.vllm.settings import Settings
 from kvlink.integrations.vllm.wire.stream_timing import LoadCost
 from kvlink.runtime.background import ControlThread
@@ -34,7 +34,7 @@ LAYERS = ("layer.0", "layer.1")
 
 @pytest.fixture(autouse=True)
 def short_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_SHARED_TOKENS", SPAN)
+    monkeypatch.setattr(prefix_lookups, "_SHARED_TOKENS", SPAN)
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from waiting import eventually
 from kvlink import Worker, WorkerConfig
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.model.caches import Caches, LayerGroup, Rank, caches_of
-from kvlink.integrations.vllm.model.stateful import Stateful
-from kvlink.integrations.vllm.model.states import StatePart, States, parts_of
+from kvlink.integrations.vllm.model.states import Stateful, StatePart, States, parts_of
 from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
 from kvlink.integrations.vllm.wire.handoff import Handoff, prompt_digest
 from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, StepCommands

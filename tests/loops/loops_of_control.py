@@ -14,8 +14,8 @@ from control.fake_etcd import FakeEtcd
 from control.replicas import LEASE_S, Replica, joined
 from loops.rows import FailingOnce, Unexpected, failing, passes, scene
 
-from kvlink.control import SessionState, agent_clients
-from kvlink.control.agent_clients import AgentClients
+from kvlink.control import SessionState, agent
+from kvlink.control.agent import AgentClients
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.rpc import call_spans
 from kvlink.control.rpc.eager_future import EagerFuture, eagerly
@@ -193,7 +193,7 @@ async def clients_of_agents() -> None:
             closed.append(self.address)
 
     time = SimpleNamespace(now=0.0)
-    with mock.patch.object(agent_clients, "AgentClient", Client):
+    with mock.patch.object(agent, "AgentClient", Client):
         clients = AgentClients(clock=lambda: time.now)
         for address in ("first", "second", "third"):
             assert clients[address]

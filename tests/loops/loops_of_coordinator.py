@@ -16,9 +16,8 @@ from loops.rows import FailingOnce, Unexpected, failing, passes, scene
 
 from kvlink.control import Claim, SettleOrder
 from kvlink.control.overview import Beat
-from kvlink.control.prefix_values import PrefixChanges
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.values import Push, PushKind, StoreHealth
+from kvlink.control.values import PrefixChanges, Push, PushKind, StoreHealth
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.prefix_service import PrefixService
 from kvlink.coordinator.readiness import Readiness

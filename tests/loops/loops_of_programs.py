@@ -15,12 +15,12 @@ from urllib.request import urlopen
 from loops.rows import Unexpected, failing, passes, scene
 from typer.testing import CliRunner
 
-from kvlink.cli import keys
+from kvlink.cli.top import q_pressed
 from kvlink.errors import ConfigError
 from kvlink.integrations.router.commands import replicate
 from kvlink.monitoring.metrics.serving import MetricsPort, _Server
-from kvlink.monitoring.status_page import connections
-from kvlink.monitoring.status_page.connections import CONNECTION_S, BoundedConnections
+from kvlink.monitoring.status_page import serving
+from kvlink.monitoring.status_page.serving import CONNECTION_S, BoundedConnections
 
 
 class _Closed:
@@ -67,7 +67,7 @@ async def connections_of_a_page() -> None:
     )
     held: list[Any] = [_hashable(broken), _hashable(slow)]
     time = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-    with mock.patch.object(connections, "time", time):
+    with mock.patch.object(serving, "time", time):
         bounded = BoundedConnections(cast(Any, server))
         await passes(CONNECTION_S + 10.0)
     assert server.aborted == ["slow"]
@@ -81,12 +81,12 @@ def _hashable(connection: SimpleNamespace) -> Any:
 @scene("keyboard")
 def a_keyboard() -> None:
     async def press() -> None:
-        with keys.q_pressed() as pressed:
+        with q_pressed() as pressed:
             os.write(owner, b"q")
             await pressed
 
     owner, terminal = os.openpty()
-    with os.fdopen(terminal) as stdin, mock.patch.object(sys, "stdin", stdin), failing(keys.os, "read"):
+    with os.fdopen(terminal) as stdin, mock.patch.object(sys, "stdin", stdin), failing(os, "read"):
         asyncio.run(press())
     os.close(owner)
 

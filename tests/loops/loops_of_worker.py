@@ -217,6 +217,27 @@ class _Connection:
         self.closed = True
 
 
+@scene("better path")
+async def a_look_for_a_better_path() -> None:
+    opens = FailingOnce()
+
+    class Looking(Peers):
+        async def _open(self, *_: Any, **__: Any) -> Any:
+            opens()
+            return None
+
+    peers = Looking(cast(Any, SimpleNamespace(path_stats=SimpleNamespace())), cast(Any, None))
+    key = ("owner", 7)
+    peers._peers[key] = cast(Any, SimpleNamespace(wants_better=True))
+    peers._improve_beside(key, "agent")
+    for _ in range(3):
+        await passes(20.0)
+    assert opens.calls
+    peers._peers[key] = cast(Any, SimpleNamespace(wants_better=False))
+    await passes(400.0)
+    assert peers._improving == {}
+
+
 @scene("retired connection")
 async def a_retired_connection() -> None:
     peers = Peers(cast(Any, SimpleNamespace(path_stats=SimpleNamespace())), cast(Any, None))

@@ -20,9 +20,8 @@ from kvlink.control import Claim, SessionState
 from kvlink.control.denials import LogQuota
 from kvlink.control.overview import LinkReport, WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.prefix_values import PrefixChanges
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.values import HandoffBatch, HandoffResults, Offer, WorkerEpoch
+from kvlink.control.values import HandoffBatch, HandoffResults, Offer, PrefixChanges, WorkerEpoch
 from kvlink.coordinator.handoff_service import HandoffServer
 from kvlink.coordinator.store.alarm import Alarm
 from kvlink.coordinator.store.memory import MemoryStore

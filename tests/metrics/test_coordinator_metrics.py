@@ -24,7 +24,7 @@ from transports.pools import PoolSpec
 from waiting import until
 
 from kvlink import Worker, WorkerConfig, __version__
-from kvlink.cli.numbers import bytes_text, seconds_text
+from kvlink.cli.tables import bytes_text, seconds_text
 from kvlink.cli.top import screen
 from kvlink.control import CoordinatorClient
 from kvlink.control.overview import Beat, FailureCount, LinkReport, Overview, WorkerReport, WorkerView
@@ -35,7 +35,7 @@ from kvlink.coordinator.reports import Reports
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import STALE_S, plain
-from kvlink.monitoring.status_page import connections
+from kvlink.monitoring.status_page import serving
 from kvlink.monitoring.status_page.serving import serve_status_page
 from kvlink.runtime.log import JsonFormatter
 
@@ -247,7 +247,7 @@ async def test_a_fault_of_ours_keeps_its_traceback(caplog: pytest.LogCaptureFixt
 
 
 async def test_slow_clients_make_room_for_who_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 3)
     async with visit(url) as oldest, visit(url) as second, visit(url) as third:
         for _, writer in (oldest, second, third):
             writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")

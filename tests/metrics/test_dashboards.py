@@ -132,7 +132,7 @@ def test_the_page_of_vllm_explains_a_metric_as_its_help_does() -> None:
     sources = (DEPLOY.parent / "vllm").rglob("stats.py")
     source = "\n".join(path.read_text() for path in sources)
     helped = dict(re.findall(r'"(vllm:kvlink_\w+)",\s+(?:documentation=)?"(.*?)"', source))
-    page = (DOCS / "servers" / "vllm.md").read_text()
+    page = (DOCS / "servers" / "vllm-failures.md").read_text()
     rows = re.findall(r"^\| `(vllm:kvlink_[a-z_]+)[`{].*?\|[^|]*\| (.*) \|$", page, re.MULTILINE)
     explained = dict(rows)
     assert explained.keys() == helped.keys()

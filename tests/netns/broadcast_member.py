@@ -41,8 +41,8 @@ class Member:
     def connect(self, ticket: str) -> None:
         self.worker.connect(kvlink.Ticket.from_text(ticket))
 
-    def relay(self, ticket: str, readers: int, instead: str | None = None, **how: Any) -> list[str]:
-        self.relayed = self.worker.relay(ticket, BLOCKS, readers=readers, instead=instead, **how)
+    def relay(self, ticket: str, readers: int, fallback: str | None = None, **how: Any) -> list[str]:
+        self.relayed = self.worker.relay(ticket, BLOCKS, readers=readers, fallback=fallback, **how)
         offered = self.relayed.ticket
         return [] if offered is None else [each.to_text() for each in self.worker.split(offered)]
 

@@ -78,9 +78,11 @@ class Fleet:
         seats, offered = self.offer(), {}
         for number, parent in enumerate(parents):
             source = seats[number] if parent < 0 else offered[parent].pop(0)
-            instead = None if parent < 0 else seats[number]
+            fallback = None if parent < 0 else seats[number]
             wanted = len(readers_of(parents, number))
-            offered[number] = self.readers[number].do("relay", ticket=source, readers=wanted, instead=instead)
+            offered[number] = self.readers[number].do(
+                "relay", ticket=source, readers=wanted, fallback=fallback
+            )
 
     def wait(self, readers: list[Member]) -> tuple[float, list[list[str]]]:
         """Returns when the last of them had ended, and why they gave up their first source."""

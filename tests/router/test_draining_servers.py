@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers leave the router's turn by its control socket, and `kvlink drain` waits for what they still answer."""
+"""Servers leave the router's rotation by its control socket, and `kvlink drain` waits for what they still answer."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +24,16 @@ from kvlink.integrations.router.bodies import num_tokens
 
 GONE, CUT, CUT_LATER, BROKEN = "gone", "at once", "after the headers", "after a piece"
 STREAM = BODY | {"stream": True}
+PAGE = Path(__file__).parents[2] / "docs" / "servers" / "routers.md"
+ROWS = {
+    "no connection: the server never saw the request": (GONE,),
+    "the connection breaks, or HTTP 500 and above": (CUT, CUT_LATER, BROKEN, 500, 501, 502, 503),
+    "HTTP 429 or 408: the server is busy": (429, 408),
+    "HTTP 400 to 499, but 408 and 429": (400, 401, 404, 422),
+    "HTTP 300 to 399": (307,),
+    "the router has no descriptor or port left, or no memory": ("own limit",),
+}
+"""The failures that are played of each row of the page's table."""
 
 
 @pytest.fixture
@@ -57,7 +69,7 @@ async def play(
     place: Place, body: dict[str, Any] = BODY, path: str = "/v1/completions", method: str = "POST"
 ) -> Seen:
     content = {"json": body} if method == "POST" else {}
-    async with place.client.request(method, path, **content) as answer:
+    async with place.client.request(method, path, **content, allow_redirects=False) as answer:
         status = answer.status
         try:
             await answer.read()
@@ -149,19 +161,36 @@ async def test_decode(place: Place, how: str | int, one: Seen, all_: Seen, numbe
         ("DELETE", "/v1/responses/r1", False),
     ],
 )
-@pytest.mark.parametrize("how", [GONE, CUT, 500, 429, 404])
-async def test_other_paths(place: Place, method: str, path: str, is_repeated: bool, how: str | int) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("how", [GONE, CUT, 500, 503, 429, 408, 404, 307])
+async def test_other_paths(
+    place: Place, method: str, path: str, is_repeated: bool, how: str | int, number: int
+) -> None:
     """A request that may have had an effect is not repeated, unless no server saw it."""
-    await fail(place, place.decode[:1], how)
-    final = {CUT: 502}.get(str(how), how)
+    await fail(place, place.decode[:number], how)
+    final = int({CUT: 502, GONE: 503}.get(str(how), how))
     if how == GONE:
-        expected = Seen(200, 0, 1)
-    elif how == 404:
-        expected = Seen(404, 0, 1)
+        expected = Seen(200, 0, 1) if number == 1 else Seen(final, 0, 0)
+    elif how in (404, 307) or not is_repeated:
+        expected = Seen(final, 0, 1)
     else:
-        expected = Seen(200, 0, 2) if is_repeated else Seen(int(final), 0, 1)
+        expected = Seen(200 if number == 1 else final, 0, 2)
     assert await play(place, {"input": "hi"}, path, method) == expected
     assert (await place.counts())["passed_through"] == 1
+
+
+def test_each_row_of_the_page_is_played() -> None:
+    """So a row that is added or changed fails here until its failures are played."""
+    lines = PAGE.read_text().partition("### What is sent to another server")[2].splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    rows = [line.split("|")[1].strip() for line in table[2 : 2 + len(ROWS) + 1]]
+    assert rows[: len(ROWS)] == list(ROWS)
+    assert len(table[2 : 2 + len(ROWS)]) == len(ROWS)
+    played = {how for hows in ROWS.values() for how in hows} - {"own limit"}
+    cells = [
+        mark for test in (test_prefill, test_decode) for mark in test.pytestmark if "one" in mark.args[0]
+    ]
+    assert played == {row[0] for mark in cells for row in mark.args[1]}
 
 
 @pytest.mark.parametrize("how", [CUT, 500])
@@ -184,11 +213,17 @@ async def test_one_failure_of_each_role_is_not_the_end(place: Place) -> None:
     assert await play(place) == Seen(200, 3, 2)
 
 
-async def test_without_leave_to_recompute_the_client_gets_prefills_last_answer() -> None:
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [(429, Seen(429, 2, 0)), (500, Seen(500, 2, 0)), (CUT, Seen(502, 2, 0)), (GONE, Seen(503, 0, 0))],
+)
+async def test_without_leave_to_recompute_the_client_gets_prefills_last_answer(
+    how: str | int, expected: Seen
+) -> None:
     async with AsyncExitStack() as stack:
         place = await Place(stack, 3, 1).start(recompute=False)
-        await fail(place, place.prefill, 429)
-        assert await play(place) == Seen(429, 2, 0)
+        await fail(place, place.prefill, how)
+        assert await play(place) == expected
 
 
 async def test_a_decode_server_that_cannot_follow_has_failed_once() -> None:
@@ -208,23 +243,44 @@ async def test_a_server_that_answers_500_gets_fewer_requests_than_the_others(pla
     assert (await play(place)).status == 200, "it is there, and nobody else is"
 
 
-async def test_a_server_that_is_busy_stays_in_turn(place: Place) -> None:
-    await fail(place, place.decode[:1], 429)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [429, 408])
+async def test_a_server_that_is_busy_stays_in_turn(place: Place, role: str, status: int) -> None:
+    engines = {"prefill": place.prefill, "decode": place.decode}[role]
+    await fail(place, engines[:1], status)
     for _ in range(4):
         assert (await play(place)).status == 200
-    assert len(place.decode[0].asked) == 2
+    assert len(engines[0].asked) == 2
     async with place.client.get("/health") as answer:
-        assert len((await answer.json())["decode"]) == 3
+        assert len((await answer.json())[role]) == 3
 
 
-async def test_limits_of_the_router_are_named_as_its_own(place: Place) -> None:
-    assert (await place.post())[0] == 200  # the client keeps this connection
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_each_failure_is_a_line_with_the_requests_id(
+    place: Place, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fail(place, {"prefill": place.prefill, "decode": place.decode}[role][:1], 500)
+    with caplog.at_level(logging.WARNING, "kvlink.integrations.router"):
+        assert (await place.post(**{"X-Request-Id": "r1"}))[0] == 200
+    assert [record.getMessage() for record in caplog.records if "request=r1" in record.getMessage()]
+    assert (await place.counts())[f"{role}_retried"] == 1
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
-        status, answer = await place.post()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/responses"])
+async def test_limits_of_the_router_are_named_as_its_own(place: Place, path: str) -> None:
+    assert (await place.post(path=path))[0] == 200  # the client keeps this connection
+    with no_descriptors():
+        status, answer = await place.post(path=path)
     assert status == 503
     assert "EMFILE" in answer["error"]["message"]
     assert "the router" in answer["error"]["message"]
@@ -232,7 +288,7 @@ async def test_limits_of_the_router_are_named_as_its_own(place: Place) -> None:
     async with place.client.get("/health") as health:
         up = await health.json()
     assert len(up["prefill"]) == len(up["decode"]) == 3
-    assert (await place.post())[0] == 200
+    assert (await place.post(path=path))[0] == 200
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "coverage.h"
 #include "simulated_sync.h"
 #include "world.h"
 
@@ -57,11 +58,18 @@ Call* World::start_call() {
   std::vector<Source> sources;
   for (size_t left = num_parts; left > 0; --left) {
     Source& source = sources.emplace_back();
+    if (!offered_.empty() && chance(30)) {  // another reader of an offer
+      source = std::move(offered_.back());
+      offered_.pop_back();
+      note(source.seat.is_shared() ? Event::kSharedSoftOffer : Event::kSharedOffer);
+      continue;
+    }
     std::vector<Content> contents(static_cast<size_t>(random().between(1, kPullBlocks)));
     for (Content& content : contents) content = next_content_++;
     if (!draw_source(source, contents, chance(25) ? find_relay() : nullptr)) return nullptr;
   }
   Call& call = add_call();
+  if (num_parts == 3) note(Event::kThreeParts);
   call.sources = std::move(sources);
   for (Source& source : call.sources) {
     source.reader_blocks = take_reader_blocks(call, source.owner_blocks.size());
@@ -86,7 +94,10 @@ Call* World::start_relay(bool of_tree) {
   Call* const parent = chance(of_tree ? 90 : 50) ? find_relay() : nullptr;
   std::vector<Content> contents(static_cast<size_t>(random().between(1, kPullBlocks)));
   for (Content& content : contents) content = next_content_++;
-  if (parent) contents = parent->sources.front().contents;
+  if (parent) {
+    contents = parent->sources.front().contents;
+    note(Event::kRelayOfRelay);
+  }
   for (int64_t left = random().between(1, 3); left > 0; --left) {
     Source source;
     if (!draw_source(source, contents, sources.empty() ? parent : nullptr)) break;
@@ -157,8 +168,10 @@ bool World::draw_lease(Source& source) {
     if (!seat.ok()) return false;
     source.seat = *seat;
     source.lease_may_end = chance(50);
+    for (int64_t more = random().between(0, 2); more > 0; --more) offered_.push_back(source);
     if (!source.lease_may_end) return true;
     owner.later(soon, [&owner, blocks, give_back] {
+      note(Event::kSoftRevoked);
       owner.leases().revoke(blocks);
       give_back();
     });
@@ -179,10 +192,18 @@ bool World::draw_lease(Source& source) {
     const auto seats = owner.grant(lease, chance(20) ? 2 : 1, ready, ttl, give_back);
     if (seats.empty()) return false;
     source.seat = seats.front();
-    for (size_t other = 1; other < seats.size(); ++other) spare_.push_back({&peer, seats[other]});
+    const bool shares = chance(50);
+    for (size_t other = 1; other < seats.size(); ++other) {
+      if (!shares) spare_.push_back({&peer, seats[other]});
+      if (!shares) continue;
+      offered_.push_back(source);
+      offered_.back().seat = seats[other];
+    }
     if (chance(20)) source.seat.settle_nonce = 0;
     if (source.streams) grow(source, 0);
   }
+  if (!offered_.empty() && offered_.back().lease == lease)
+    offered_.back().lease_may_end = source.lease_may_end = true;
   if (chance(20)) owner.later(soon, [&owner, lease, ttl] { owner.extend(lease, ttl); });
   if (!peer.steady && chance(12)) {
     source.lease_may_end = true;
@@ -222,7 +243,7 @@ void World::start_waiting(Call& call, Relaying relaying) {
   check_by(call.deadline_ns + kAnswerNs, call, "a pull does not end by its deadline");
   if (chance(3)) request_cancel(call);
   call.pull->begin();
-  if (closed_) call.pull->close();
+  if (closed_) close_pull(call);
 }
 
 void World::wait_for(Call& call) {
@@ -233,6 +254,7 @@ void World::wait_for(Call& call) {
   }
   Pull& pull = *call.pull;
   const int64_t way = random().between(0, 4);
+  if (way < 4) Coverage::the().note(way < 3 ? Kind::kWait : Kind::kAwait, static_cast<size_t>(pull.state()));
   if (way < 3) note_waiting(call);
   switch (way) {
     case 0:
@@ -274,6 +296,7 @@ void World::await(Call& call) {
 void World::cancel(Call& call) {
   check_by(now(), call, "a cancelled pull goes on");
   note_waiting(call);
+  Coverage::the().note(Kind::kCancel, static_cast<size_t>(call.pull->state()));
   call.pull->cancel();
   if (!call.pull->done()) fail("cancel() returns before the end");
   see(call);
@@ -281,6 +304,7 @@ void World::cancel(Call& call) {
 
 void World::request_cancel(Call& call) {
   check_by(now(), call, "a cancelled pull goes on");
+  Coverage::the().note(Kind::kRequestCancel, static_cast<size_t>(call.pull->state()));
   call.pull->request_cancel();
 }
 
@@ -297,13 +321,18 @@ void World::meddle() {
       if (link && !link->closed) link->connection->look_after();
       break;
     case 3:
-      if (Call* const call = any_call()) chance(20) ? call->pull->close() : cancel(*call);
+      if (Call* const call = any_call()) chance(20) ? close_pull(*call) : cancel(*call);
       break;
     default:
       if (!link || link->closed) return;
       static_cast<void>(link->connection->why_broken());
       static_cast<void>(link->connection->pending());
   }
+}
+
+void World::close_pull(Call& call) {
+  Coverage::the().note(Kind::kClose, static_cast<size_t>(call.pull->state()));
+  call.pull->close();
 }
 
 Call* World::any_call() {

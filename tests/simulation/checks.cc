@@ -2,6 +2,7 @@
 // What must hold of a run, while it goes on and at its end.
 #include <algorithm>
 
+#include "coverage.h"
 #include "simulated_sync.h"
 #include "world.h"
 
@@ -163,15 +164,31 @@ void World::check_end() {
     }
     const bool posted = link->owner->was_posted(seat.settle_nonce), lost = lost_.contains(seat.settle_nonce);
     if (posted && lost) fail("a settle that was posted is given back");
-    if (!posted && !lost && can_end_alone()) fail("a queued settle is neither posted nor given back");
+    if (!posted && !lost && can_end_alone() && !link->staged)
+      fail("a queued settle is neither posted nor given back");
   }
   for (const auto& peer : peers_) {
     for (const auto& link : peer->links) {
       if (link->connection->pending() != 0) fail("ended pulls stay in a lane's queue");
+      check_work(*link);
       if (!link->healthy() || link->closed) continue;
       if (link->num_posts() != 0) fail("posts are under way though nobody waits for them");
     }
   }
+}
+
+/// Nothing is read more often than it has to: each range once, and again if its lane gave it back.
+void World::check_work(const Link& link) {
+  uint64_t posted = 0, most = 0;
+  for (const auto& count : link.work) posted += count();
+  for (const auto& transfer : link.transfers) {
+    if (!transfer->done()) return;
+    const TransferStats stats = transfer->stats();
+    if (stats.staged) return;  // its ranges are cut otherwise
+    most += stats.num_ops + stats.redone;
+  }
+  Coverage::the().note_work(link.transfers.size(), posted, most);
+  if (posted > most) fail("ranges are read twice");
 }
 
 /// Every seat whose part is valid was settled: by its transfer, or by its owner's agent.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "coverage.h"
 #include "simulated_sync.h"
 #include "world.h"
 
@@ -25,7 +26,10 @@ void World::control() {
       const Call& call = *calls_[index];
       if (!call.pull || call.pull->done()) continue;
       const int64_t due = call.deadline_ns + kAnswerNs;
-      if (now() >= due) call.pull->tick(now_ns());
+      if (now() >= due) {
+        Coverage::the().note(Kind::kTick, static_cast<size_t>(call.pull->state()));
+        call.pull->tick(now_ns());
+      }
       if (now() < due) next = std::min(next, due);
     }
     pollfd watched{control_->fd(), POLLIN, 0};
@@ -46,6 +50,7 @@ void World::take(uint64_t token) {
       if (!link->connection || link->connection->token() != token) continue;
       for (const LaneWord& word : link->connection->take_lost()) {
         if (!lost_.insert(word.value).second) fail("a settle is given back twice");
+        note(Event::kGivenBackSettle);
         peers_[index]->owner->settle({word.slot, 0, word.value});
       }
       return;
@@ -99,15 +104,21 @@ void World::answer(Call& call, uint32_t attempt, int64_t until_ns) {
   for (const uint32_t part : parts) {
     Source& source = call.sources[part];
     Link* const link = connect(*source.peer, until_ns);
+    if (!link) Coverage::the().note(Kind::kRefused, static_cast<size_t>(pull.state()));
     if (!link)
       return pull.refused(attempt, Status::Unreachable("the owner is gone"), call.is_relay || chance(5));
     reads.push_back(start_of(call, source, *link));
   }
+  Coverage::the().note(Kind::kConnected, static_cast<size_t>(pull.state()));
   const bool had_ended = pull.done();
   if (pull.connected(attempt, reads) && had_ended) fail("a pull that has ended starts");
-  if (chance(10) && pull.connected(attempt, reads)) fail("an answer counts twice");
+  const bool twice = chance(10);
+  if (twice) Coverage::the().note(Kind::kConnected, static_cast<size_t>(pull.state()));
+  if (twice && pull.connected(attempt, reads)) fail("an answer counts twice");
   if (attempt > 0 && chance(20) && pull.connected(attempt - 1, reads)) fail("an old answer counts");
-  if (chance(5)) pull.refused(attempt, Status::Config("too late"), false);
+  if (!chance(5)) return;
+  Coverage::the().note(Kind::kRefused, static_cast<size_t>(pull.state()));
+  pull.refused(attempt, Status::Config("too late"), false);
 }
 
 StartReads World::start_of(Call& call, Source& source, Link& link) {
@@ -115,7 +126,10 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
     if (call.pull && call.pull->done()) fail("a part starts after its pull has ended");
     source.link = &link;
     if (call.pull) disturb_start(call);
-    if (chance(4)) return nullptr;  // as if it broke just now
+    if (chance(4)) {  // as if it broke just now
+      if (call.pull) Coverage::the().note(Kind::kPartCut, static_cast<size_t>(call.pull->state()));
+      return nullptr;
+    }
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");
@@ -130,7 +144,7 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
 /// Does what other threads may do just then: it stops the pull, or begins to wait for it.
 void World::disturb_start(Call& call) {
   if (chance(3)) request_cancel(call);
-  if (chance(3)) call.pull->close();
+  if (chance(3)) close_pull(call);
   if (chance(3)) helpers_.push_back(scheduler_.spawn("canceller", [this, &call] { cancel(call); }));
   if (!chance(6)) return;
   note_waiting(call);
@@ -156,6 +170,7 @@ PullRequest World::request_of(Call& call, Source& source, Link& link, int64_t de
     request.on_proven = [this, &call](uint64_t units) { prove(call, units); };
   } else if (!source.streams && chance(10)) {
     request.prepared = *link.connection->prepare(request);
+    note(Event::kPrepared);
   }
   return request;
 }
@@ -163,6 +178,7 @@ PullRequest World::request_of(Call& call, Source& source, Link& link, int64_t de
 /// As kvlink/_core does for a relay.
 void World::prove(Call& call, uint64_t units) {
   see_proven(call, units);
+  Coverage::the().note(Kind::kProves, static_cast<size_t>(call.pull->state()));
   peers_.front()->owner->leases().set_ready(call.lease, units);
   call.pull->prove(units);
 }

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,14 @@ LEASES, LANE, THREAD = "csrc/lease/lease_table.cc", "csrc/engine/lane.cc", "csrc
 UNIT_TESTS = re.compile(r"tests/cpp/engine/(pull|transfer|lane|lane_driver)_test\.cc")
 LEASE_TESTS = re.compile(r"tests/cpp/lease/.*\.cc")
 FOUND_NOTHING = "-"
+PRODUCT, SIMULATION, MODEL = "product", "simulation", "model"
+
+
+def variant_of(words: Sequence[str]) -> str:
+    """Returns which program a compiler's command belongs to."""
+    if "-DKVLINK_MEMORY_MODEL" in words:
+        return MODEL
+    return SIMULATION if "-DKVLINK_SIMULATED_SYNC" in words else PRODUCT
 
 
 @dataclass(frozen=True)
@@ -604,6 +613,86 @@ PLANTED: list[Change] = [
 """Bugs in what a pull relies on."""
 
 
+LEASE_HEADER = "csrc/lease/lease_table.h"
+_COUNT = "  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_);\n"
+_HARD_FENCE = "  full_fence();\n  hear_reader(seat.slot);\n"
+_SOFT_FENCE = "  full_fence();\n  num_expiring_soft_ -="
+
+ORDERS = [
+    cut("publish", "the nonce is stored before `ready`", _READY + _NONCE, _NONCE + _READY, LEASES),
+    cut(
+        "publish", "the nonce is stored without release", _NONCE, _NONCE.replace("release", "relaxed"), LEASES
+    ),
+    cut(
+        "set_ready",
+        "`ready` is stored without release",
+        "shared.store(ready, std::memory_order_release)",
+        "shared.store(ready, std::memory_order_relaxed)",
+        LEASES,
+    ),
+    cut(
+        "end of a lease", "no fence behind the tombstone", _HARD_FENCE, "  hear_reader(seat.slot);\n", LEASES
+    ),
+    Change(
+        "end of a soft lease",
+        "no fence behind the tombstone, and none in revoke()",
+        [(_SOFT_FENCE, "  num_expiring_soft_ -="), ("  release_fence();", "  //")],
+        LEASES,
+    ),
+    cut("revoke", "no fence for leases that another thread has ended", "  release_fence();", "  //", LEASES),
+    cut(
+        "extend, renew",
+        "only the first seat's deadline is moved",
+        "    if (seat.open) deadlines_.set(seat.slot, deadline_ns);\n",
+        "    if (seat.open) return deadlines_.set(seat.slot, deadline_ns);\n",
+        LEASES,
+    ),
+    cut(
+        "sweep",
+        "a standstill of the owner ages leases by all of it",
+        "  if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;\n",
+        "  static_cast<void>(since);\n",
+        LEASES,
+    ),
+    cut(
+        "sweep",
+        "a lease's slot is free before its end is reported",
+        "  ended_slots_.push_back(seat.slot);\n",
+        "  ended_slots_.push_back(seat.slot);\n  free_.push(seat.slot);\n",
+        LEASES,
+    ),
+    cut(
+        "sleep",
+        "the count of leases is stored with release only",
+        _COUNT,
+        _COUNT.replace(");\n", ",\n                    std::memory_order_release);\n"),
+        LEASES,
+    ),
+    cut(
+        "sleep",
+        "the flag is stored with release only",
+        "    asleep_.store(true);\n",
+        "    asleep_.store(true, std::memory_order_release);\n",
+        LEASE_HEADER,
+    ),
+    cut(
+        "sleep",
+        "the flag is loaded with acquire only",
+        "return asleep_.load();",
+        "return asleep_.load(std::memory_order_acquire);",
+        LEASE_HEADER,
+    ),
+    cut(
+        "sleep",
+        "it looks for leases before it stores that it sleeps",
+        "    asleep_.store(true);\n    const bool works = has_work();\n",
+        "    const bool works = has_work();\n    asleep_.store(true);\n",
+        LEASE_HEADER,
+    ),
+]
+"""Bugs of the lease table that the model over weak memory is for."""
+
+
 def changed_text(change: Change) -> str:
     """Returns the file with the change. Raises ValueError if a patch does not apply exactly once."""
     text = (ROOT / change.file).read_text()
@@ -621,7 +710,7 @@ class Builds:
 
     def __init__(self, build: Path, scratch: Path) -> None:
         self.build, self.scratch = build, scratch
-        self.commands: dict[tuple[str, bool], list[str]] = {}
+        self.commands: dict[tuple[str, str], list[str]] = {}
         for entry in json.loads((build / "compile_commands.json").read_text()):
             words = shlex.split(entry["command"])
             name = (
@@ -629,49 +718,63 @@ class Builds:
                 if ROOT in Path(entry["file"]).parents
                 else entry["file"]
             )
-            self.commands[name, "-DKVLINK_SIMULATED_SYNC" in words] = words
+            self.commands[name, variant_of(words)] = words
 
-    def objects(self, simulated: bool, wanted: re.Pattern[str]) -> dict[str, str]:
-        """Returns the object of each source, of the simulation or of the product with its tests."""
+    def objects(self, variant: str, wanted: re.Pattern[str]) -> dict[str, str]:
+        """Returns the object of each source of a variant."""
         return {
             source: str(self.build / words[words.index("-o") + 1])
-            for (source, of_simulation), words in self.commands.items()
-            if of_simulation == simulated and wanted.search(source)
+            for (source, of), words in self.commands.items()
+            if of == variant and wanted.search(source)
         }
 
-    def compile(self, change: Change, simulated: bool, name: str) -> str:
-        """Returns the object of the changed file."""
-        source = self.scratch / f"{name}.cc"
-        source.write_text(changed_text(change))
-        words = list(self.commands[change.file, simulated])
-        words[words.index("-o") + 1] = str(source.with_suffix(".sim.o" if simulated else ".o"))
-        words[-1] = str(source)
+    def compile(self, change: Change, variant: str, name: str) -> list[str]:
+        """Returns the objects that the changed file makes: its own, or of a header those of all sources."""
+        changed = self.scratch / name / change.file.removeprefix("csrc/")
+        changed.parent.mkdir(parents=True, exist_ok=True)
+        changed.write_text(changed_text(change))
+        of_header = change.file.endswith(".h")
+        sources = sorted(self.objects(variant, re.compile("."))) if of_header else [change.file]
+        return [
+            self.compile_one(source, ROOT / source if of_header else changed, variant, self.scratch / name)
+            for source in sources
+        ]
+
+    def compile_one(self, source: str, text: Path, variant: str, folder: Path) -> str:
+        """Returns the object of one source, compiled with the headers that `folder` has first."""
+        words = list(self.commands[source, variant])
+        made = folder / f"{Path(source).stem}.{variant}.o"
+        words[words.index("-o") + 1] = str(made)
+        words[-1] = str(text)
         words = [word for word in words if word not in ("-Werror", "-MD")]
         for flag in ("-MT", "-MF"):
             at = words.index(flag) if flag in words else None
             if at is not None:
                 del words[at : at + 2]
-        if not simulated:
+        if variant == PRODUCT:
             words.append("-O1")
+        first = next(at for at, word in enumerate(words) if word.startswith("-I"))
+        words.insert(first, f"-I{folder}")
         subprocess.run(words, cwd=self.build, check=True)
-        return words[words.index("-o") + 1]
+        return str(made)
 
-    def link(self, change: Change, simulated: bool, name: str) -> Path:
+    def link(self, change: Change, variant: str, name: str) -> Path:
         """Returns the program with the change."""
-        changed = self.compile(change, simulated, name)
-        binary = self.scratch / (f"{name}.sim" if simulated else name)
-        if simulated:
-            objects = self.objects(True, re.compile("."))
-            rest = [path for source, path in objects.items() if source != change.file]
+        changed = self.compile(change, variant, name)
+        binary = self.scratch / name / variant
+        if variant != PRODUCT:
+            objects = self.objects(variant, re.compile("."))
+            of_header = change.file.endswith(".h")
+            rest = [path for source, path in objects.items() if not of_header and source != change.file]
         else:
             rest = [
-                *self.objects(False, UNIT_TESTS).values(),
+                *self.objects(PRODUCT, UNIT_TESTS).values(),
                 str(core(self.build)),
                 "-lgtest",
                 "-lgtest_main",
                 "-ldl",
             ]
-        command = ["c++", "-o", str(binary), changed, *rest, "-pthread", "-Wl,--allow-multiple-definition"]
+        command = ["c++", "-o", str(binary), *changed, *rest, "-pthread", "-Wl,--allow-multiple-definition"]
         subprocess.run(command, check=True)
         return binary
 
@@ -693,8 +796,10 @@ def first_failure(binary: Path, seconds: float, environment: dict[str, str]) -> 
     if ran.returncode == 0:
         return FOUND_NOTHING
     for line in (ran.stdout + ran.stderr).splitlines():
-        if match := re.search(r"FAILED  \] (\S+?)(,| \(|$)", line) or re.match(r"(seed .*)", line):
-            return match[1]
+        if match := re.search(r"FAILED  \] (\S+?)(,| \(|$)", line) or re.match(
+            r"(seed .*|  \([a-i]\) [^:]*)", line
+        ):
+            return match[1].strip()
     return f"ends by signal {-ran.returncode}" if ran.returncode < 0 else "fails"
 
 
@@ -702,11 +807,11 @@ def try_change(builds: Builds, number: int, change: Change, by_units: bool) -> t
     """Returns what the unit tests and the simulation find."""
     name = f"change{number}"
     unit = FOUND_NOTHING
-    if by_units:
-        unit = first_failure(builds.link(change, False, name), 20, {"GTEST_BRIEF": "1"})
-    simulated = first_failure(builds.link(change, True, name), 120, {})
-    for path in builds.scratch.glob(f"{name}.*"):
-        path.unlink()
+    if by_units and change.file.endswith(".cc"):
+        unit = first_failure(builds.link(change, PRODUCT, name), 60, {"GTEST_BRIEF": "1"})
+    proof = MODEL if change in ORDERS else SIMULATION
+    simulated = first_failure(builds.link(change, proof, name), 300, {})
+    shutil.rmtree(builds.scratch / name)
     return unit, simulated
 
 
@@ -726,10 +831,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "cpp")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--simulation", action="store_true", help="without the unit tests")
+    parser.add_argument("--model", action="store_true", help="only what the model over weak memory is for")
     options = parser.parse_args(None if arguments is None else list(arguments))
     changes = [
         change
-        for change in [*CHANGES, *PLANTED]
+        for change in (ORDERS if options.model else [*CHANGES, *PLANTED, *ORDERS])
         if not options.names or any(name in f"{change.edge}: {change.what}" for name in options.names)
     ]
     survived = 0

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "coverage.h"
 #include "simulated_sync.h"
 
 namespace kvlink::simulation {
@@ -54,6 +55,7 @@ SimulatedEndpoint::SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Obs
     if (state->closed) return;
     state->broken = true;
     Scheduler::the().trace("a connection breaks");
+    note(Event::kBreak);
     hang_up(fd);
     // An idle lane may find out when it is used, one that is being tried when the trial is over.
     if (state->posts.empty() || state->posts.front().number == 0) return;
@@ -73,13 +75,18 @@ int64_t SimulatedEndpoint::due_ns(bool of_store) {
   int64_t due = now + random().between(plan_.delay_ns / 2, 2 * plan_.delay_ns);
   if (random().chance(5)) due += random().between(0, 10 * plan_.delay_ns);
   due = std::max(due, last_due_ns_ + 1);
+  if (plan_.breaks_order && !of_store) note(Event::kBrokenOrder);
   if ((plan_.ordered && !plan_.breaks_order) || of_store) last_due_ns_ = due;
   return due < plan_.silent_at_ns ? due : INT64_MAX;
 }
 
 Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   const Call call(inside_);
-  if (faulty(plan_.failed_post_percent)) return Status::AccessDenied("the post was refused");
+  if (faulty(plan_.failed_post_percent)) {
+    note(Event::kRefusedPost);
+    return Status::AccessDenied("the post was refused");
+  }
+  state_->num_reads += !chunk.ops.empty() && chunk.ops.front().region == kPoolRegion;
   Post post{.number = num_posted_++, .token = token, .pieces = {}};
   for (const ReadOp& op : chunk.ops) {
     uint64_t offset = op.offset;
@@ -89,19 +96,32 @@ Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
       offset += segment.bytes;
     }
   }
-  if (faulty(plan_.refused_percent)) post.status = Status::AccessDenied("the key was revoked");
+  if (faulty(plan_.refused_percent)) {
+    note(Event::kRefusedRead);
+    post.status = Status::AccessDenied("the key was revoked");
+  }
   return add(std::move(post));
 }
 
 Status SimulatedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) {
   const Call call(inside_);
+  const bool fails = faulty(plan_.failed_write_percent);
+  if (fails && random().chance(50)) {
+    note(Event::kRefusedWrite);
+    return Status::AccessDenied("the store was refused");
+  }
   owner_.note_posted(value);
-  return add({.number = num_posted_++,
-              .token = token,
-              .pieces = {},
-              .offset = offset,
-              .value = value,
-              .region = region});
+  Post post{.number = num_posted_++,
+            .token = token,
+            .pieces = {},
+            .offset = offset,
+            .value = value,
+            .region = region};
+  if (fails) {
+    note(Event::kLostWrite);
+    post.status = Status::AccessDenied("the store is lost");
+  }
+  return add(std::move(post));
 }
 
 Status SimulatedEndpoint::add(Post post) {
@@ -135,7 +155,7 @@ void SimulatedEndpoint::send(Post& post) {
   Scheduler& scheduler = Scheduler::the();
   if (plan_.manner == Manner::kStream && post.pieces.empty()) {  // on its way, whatever the reader does next
     scheduler.at(due, [&owner = owner_, state = state_, post] {
-      if (!state->broken) owner.store(post.region, post.offset, post.value);
+      if (!state->broken && post.status.ok()) owner.store(post.region, post.offset, post.value);
     });
     return;
   }
@@ -201,6 +221,7 @@ PollResult SimulatedEndpoint::poll(int64_t, bool, std::vector<Completion>& ended
   }
   const auto collect = [&](Post& post) {
     if (!post.ended) return false;
+    if (&post != state.posts.data()) note(Event::kReorderedCompletion);
     if (plan_.manner == Manner::kStream && !post.pieces.empty()) land(post, SIZE_MAX);
     ended.push_back({post.token, post.status});
     Scheduler::the().trace("collects " + std::to_string(post.token));
@@ -217,6 +238,7 @@ bool SimulatedEndpoint::cancel(uint64_t token) {
   const Call call(inside_);
   if (state_->closed) fail("a recall on a closed endpoint");
   Scheduler::the().trace("calls back " + std::to_string(token));
+  note(plan_.recalls() ? Event::kRecalledRead : Event::kUnrecalledRead);
   if (!plan_.recalls()) return false;
   if (std::erase_if(state_->posts, [token](const Post& post) { return post.token == token; }) == 0) {
     fail("a recall of what was never posted");
@@ -235,6 +257,55 @@ bool SimulatedEndpoint::arm() {
   }
   state_->armed = true;
   return true;
+}
+
+namespace {
+
+class SimulatedQueue final : public CopyQueue {
+ public:
+  explicit SimulatedQueue(std::function<void(const std::byte* at)> landing) : landing_(std::move(landing)) {}
+  ~SimulatedQueue() override { drain(); }
+
+  Result<uint64_t> start(CopyTo, std::span<const CopyPiece> pieces) override {
+    note(Event::kStagedRead);
+    const auto copy = std::make_shared<Copy>(Copy{{pieces.begin(), pieces.end()}});
+    copies_.push_back(copy);
+    Scheduler::the().at(Scheduler::the().now() + random().between(1'000, 200'000),
+                        [copy, landing = landing_] { copy->land(landing); });
+    return copies_.size() - 1;
+  }
+  Result<bool> done(uint64_t number) override { return copies_.at(number)->pieces.empty(); }
+  void drain() override {
+    for (const auto& copy : copies_) copy->land(landing_);
+  }
+
+ private:
+  struct Copy {
+    std::vector<CopyPiece> pieces;  // none: they have landed
+    void land(const std::function<void(const std::byte* at)>& landing) {
+      for (const CopyPiece& piece : std::exchange(pieces, {})) {
+        landing(piece.device);
+        std::memcpy(piece.device, piece.slot, piece.bytes);
+      }
+    }
+  };
+  const std::function<void(const std::byte* at)> landing_;
+  std::vector<std::shared_ptr<Copy>> copies_;
+};
+
+struct SimulatedCopier final : DeviceCopier {
+  explicit SimulatedCopier(std::function<void(const std::byte* at)> told) : landing(std::move(told)) {}
+  Status pin(std::byte*, uint64_t) override { return {}; }
+  Result<std::unique_ptr<CopyQueue>> open_queue() override {
+    return std::unique_ptr<CopyQueue>(std::make_unique<SimulatedQueue>(landing));
+  }
+  const std::function<void(const std::byte* at)> landing;
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceCopier> make_copier(std::function<void(const std::byte* at)> landing) {
+  return std::make_shared<SimulatedCopier>(std::move(landing));
 }
 
 void SimulatedEndpoint::close() {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "device/device_copier.h"
 #include "owner.h"
 #include "scheduler.h"
 #include "transport_api/transport.h"
@@ -29,14 +30,15 @@ struct EndpointPlan {
   Window window;
   int64_t delay_ns = 20'000;  // of an answer, about
   // Times of faults; INT64_MAX: never.
-  int64_t breaks_at_ns = INT64_MAX;  // poll() says so, and the descriptor
-  int64_t silent_at_ns = INT64_MAX;  // what is to end later than this never does
-  uint32_t refused_percent = 0;      // of the reads, by their completion
-  uint32_t failed_post_percent = 0;  // of the reads, at once
-  bool breaks_order = false;         // though it promises it
+  int64_t breaks_at_ns = INT64_MAX;   // poll() says so, and the descriptor
+  int64_t silent_at_ns = INT64_MAX;   // what is to end later than this never does
+  uint32_t refused_percent = 0;       // of the reads, by their completion
+  uint32_t failed_post_percent = 0;   // of the reads, at once
+  uint32_t failed_write_percent = 0;  // of the stores: half of them at once, the others never arrive
+  bool breaks_order = false;          // though it promises it
 
   bool healthy() const { return breaks_at_ns == INT64_MAX && silent_at_ns == INT64_MAX && !refuses(); }
-  bool refuses() const { return refused_percent + failed_post_percent > 0; }
+  bool refuses() const { return refused_percent + failed_post_percent + failed_write_percent > 0; }
   bool recalls() const { return manner == Manner::kStream || manner == Manner::kCopy; }
 };
 
@@ -64,6 +66,10 @@ class SimulatedEndpoint final : public Endpoint {
   std::function<size_t()> counter() const {
     return [state = state_] { return state->posts.size(); };
   }
+  /// Counts the reads of blocks that were posted.
+  std::function<size_t()> work() const {
+    return [state = state_] { return state->num_reads; };
+  }
 
  private:
   struct Piece {
@@ -86,6 +92,7 @@ class SimulatedEndpoint final : public Endpoint {
     std::vector<Post> posts;
     bool closed = false, broken = false, armed = false;
     int64_t last_poll_ns = 0;
+    size_t num_reads = 0;  // of blocks
     Post* find(uint64_t number);
   };
   class Call;
@@ -110,5 +117,8 @@ class SimulatedEndpoint final : public Endpoint {
   int64_t last_due_ns_ = 0;  // of what later posts must not overtake
   bool inside_ = false;
 };
+
+/// Copies from slots to blocks, late and in any order. `landing` is told before bytes arrive.
+std::shared_ptr<DeviceCopier> make_copier(std::function<void(const std::byte* at)> landing);
 
 }  // namespace kvlink::simulation

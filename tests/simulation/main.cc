@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "base/check.h"
+#include "coverage.h"
 #include "world.h"
 
 namespace kvlink::simulation {
@@ -38,6 +40,7 @@ int main() {
     num_pulls += world.num_pulls();
     num_valid += world.num_valid();
   }
+  if (std::getenv("KVLINK_SIMULATION_COVERAGE") || num_seeds > 50'000) Coverage::the().print();
   std::printf("simulation: %llu seeds, %llu pulls, %llu of them valid\n",
               static_cast<unsigned long long>(num_seeds), static_cast<unsigned long long>(num_pulls),
               static_cast<unsigned long long>(num_valid));
@@ -45,5 +48,10 @@ int main() {
 }
 
 }  // namespace kvlink::simulation
+
+/// In place of csrc/base/check.cc: every broken contract ends the run.
+void kvlink::broken_contract(const char* condition, const char* function) {
+  simulation::fail(std::string("a contract is broken: ") + function + "() needs " + condition);
+}
 
 int main() { return kvlink::simulation::main(); }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "coverage.h"
 #include "simulated_sync.h"
 
 namespace kvlink::simulation {
@@ -128,12 +129,17 @@ void Owner::grant_at(uint64_t lease, const LeaseSeat& seat, uint64_t ready, int6
                      std::function<void()> ended) {
   const int64_t now = now_ns();
   ends_[lease] = {now + ttl_ns, std::move(ended)};
-  if (!table_.grant_at(lease, {{seat}}, ready, ttl_ns, now).ok()) ends_.erase(lease);
+  if (!table_.grant_at(lease, {{seat}}, ready, ttl_ns, now).ok()) {
+    ends_.erase(lease);
+  } else {
+    note(Event::kLateGrant);
+  }
 }
 
 void Owner::extend(uint64_t lease, int64_t ttl_ns) {
   const int64_t now = now_ns();
   if (!table_.extend(lease, ttl_ns, now)) return;
+  note(Event::kExtended);
   if (const auto found = ends_.find(lease); found != ends_.end()) {
     found->second.not_before_ns = std::max(found->second.not_before_ns, now + ttl_ns);
   }
@@ -181,6 +187,8 @@ void Owner::sweep() {
   for (const EndedLease& one : swept.ended) {
     const auto found = ends_.find(one.lease);
     if (found == ends_.end()) fail("a lease ends twice");
+    if (one.how == LeaseEnd::kExpired) note(Event::kExpired);
+    if (one.how == LeaseEnd::kAborted) note(Event::kAborted);
     if (one.how == LeaseEnd::kExpired && now < found->second.not_before_ns) {
       fail("a lease expires before its time");
     }

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "coverage.h"
 #include "simulated_sync.h"
+#include "staging/staged_transport.h"
 #include "world.h"
 
 namespace kvlink::simulation {
@@ -37,6 +39,16 @@ std::shared_ptr<ScratchPool> make_scratch() {
   static const auto memory = HostMemory::allocate(uint64_t{kReaderBlocks} * ScratchPool::kLineBytes, false);
   return std::make_shared<ScratchPool>(*memory, 1);
 }
+
+namespace {
+
+/// Of three slots, for all lanes of a run.
+MemoryRange staging_memory() {
+  static const auto memory = HostMemory::allocate(3 * uint64_t{SlotRing::kSlotBytes}, false);
+  return (*memory)->range();
+}
+
+}  // namespace
 
 int64_t recall_ns(Manner manner) {
   return manner == Manner::kStream || manner == Manner::kCopy ? 0 : kCancelNs;
@@ -94,7 +106,10 @@ EndpointPlan World::draw_plan(const Peer& peer, bool faulty) {
   plan.silent_at_ns = peer.hangs_at_ns;
   if (!faulty) return plan;
   const int64_t at = now() + random().between(0, 3 * kMillisecond);
-  switch (random().between(0, 3)) {
+  switch (random().between(0, 4)) {
+    case 4:
+      plan.failed_write_percent = 20;
+      break;
     case 0:
       plan.breaks_at_ns = std::min(plan.breaks_at_ns, at);
       break;
@@ -117,6 +132,19 @@ Link& World::make_link(Peer& peer) {
   link.planner = planner();
   if (chance(50)) link.id = static_cast<uint32_t>(peer.links.size());
   std::vector<LaneEnd> lanes;
+  std::shared_ptr<StagingPolicy> policy;
+  std::shared_ptr<StagingBuffer> buffer;
+  if (peer.manner != Manner::kCopy && chance(20)) {
+    policy = std::make_shared<StagingPolicy>(
+        StagingCosts{{.start_us = 10, .op_ns = 5'000}, {.start_us = 20}, chance(50)}, 0);
+    if (!staging_) {
+      const auto landing = [this](const std::byte* at) { on_landing(at); };
+      staging_ = std::make_shared<StagingBuffer>(staging_memory(), make_copier(landing));
+    }
+    buffer = staging_;
+    link.staged = true;
+  }
+  if (other_process) note(Event::kRestarted);
   for (int64_t left = random().between(1, 3); left > 0; --left) {
     link.plans.push_back(draw_plan(peer, chance(25)));
     auto endpoint = std::make_unique<SimulatedEndpoint>(
@@ -124,11 +152,19 @@ Link& World::make_link(Peer& peer) {
         SimulatedEndpoint::Observer{[this](const std::byte* at) { on_landing(at); },
                                     [this, &link] { check_under_way(link); }});
     link.counters.push_back(endpoint->counter());
-    lanes.push_back({std::move(endpoint)});
+    link.work.push_back(endpoint->work());
+    if (!buffer) {
+      lanes.push_back({std::move(endpoint)});
+      continue;
+    }
+    auto staged = *stage_endpoint(std::move(endpoint), buffer, {}, 0);
+    StageableEndpoint* const staging = staged.get();
+    lanes.push_back({std::move(staged), staging});
   }
   const size_t num_lanes = lanes.size();
-  link.connection = std::make_shared<Connection>(std::move(lanes), nullptr, peer.inline_ns, scratch_,
-                                                 threads_, std::make_shared<PathStats>(), control_);
+  if (num_lanes == 3) note(Event::kThreeLanes);
+  link.connection = std::make_shared<Connection>(std::move(lanes), std::move(policy), peer.inline_ns,
+                                                 scratch_, threads_, std::make_shared<PathStats>(), control_);
   const auto regions = link.connection->establish(link.id, std::vector<std::string>(num_lanes, "reply"),
                                                   {"pool"}, {"slots", "words"}, kEpoch, 20 * kMillisecond);
   link.established = regions.ok();

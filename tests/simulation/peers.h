@@ -27,10 +27,12 @@ struct Link {
   uint32_t id = 0;  // 0: readers need not announce themselves
   std::vector<EndpointPlan> plans;
   std::vector<std::function<size_t()>> counters;  // of the endpoints' posts
+  std::vector<std::function<size_t()>> work;      // of the reads that they got
   std::shared_ptr<Connection> connection;
   std::shared_ptr<const Planner> planner;
   std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried
   bool established = false, closed = false;
+  bool staged = false;     // a store waits behind the reads before it, and is lost if the connection breaks
   uint64_t num_quiet = 0;  // times that nothing was under way any more
 
   bool healthy() const;

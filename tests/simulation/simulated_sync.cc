@@ -68,6 +68,8 @@ namespace {
 
 struct Descriptor {
   bool open = false, readable = false, hung_up = false;
+  int other = -1;
+  int64_t due_ns = INT64_MAX;
   std::vector<Fiber*> polling;
 };
 
@@ -92,7 +94,10 @@ short ready(const pollfd& wanted) {
   const Descriptor* const descriptor = find(wanted.fd);
   if (!descriptor) return 0;
   if (!descriptor->open) return POLLNVAL;
-  const int in = descriptor->readable ? POLLIN : 0, hung_up = descriptor->hung_up ? POLLIN | POLLRDHUP : 0;
+  const Descriptor* const other = find(descriptor->other);
+  const bool readable = descriptor->readable || Scheduler::the().now() >= descriptor->due_ns ||
+                        (other && other->open && (other->readable || other->hung_up));
+  const int in = readable ? POLLIN : 0, hung_up = descriptor->hung_up ? POLLIN | POLLRDHUP : 0;
   return static_cast<short>(wanted.events & (in | hung_up)) |
          static_cast<short>(descriptor->hung_up ? POLLHUP : 0);
 }
@@ -130,21 +135,35 @@ int wait_ready(std::span<pollfd> fds, int64_t ns) {
   for (;;) {
     const int count = count_ready(fds);
     if (count > 0 || scheduler.now() >= until) return count;
+    int64_t due = until;
+    std::vector<int> watched;
     for (const pollfd& one : fds) {
-      if (Descriptor* const found = find(one.fd)) found->polling.push_back(scheduler.running());
+      const Descriptor* const found = find(one.fd);
+      if (!found) continue;
+      watched.insert(watched.end(), {one.fd, found->other});
+      if (found->open && (one.events & POLLIN)) due = std::min(due, found->due_ns);
     }
-    scheduler.block(until);
-    for (const pollfd& one : fds) {
-      if (Descriptor* const found = find(one.fd)) std::erase(found->polling, scheduler.running());
+    for (const int fd : watched) {
+      if (Descriptor* const found = find(fd)) found->polling.push_back(scheduler.running());
+    }
+    scheduler.block(due);
+    for (const int fd : watched) {
+      if (Descriptor* const found = find(fd)) std::erase(found->polling, scheduler.running());
     }
   }
 }
 
 namespace simulation {
 
-int open_fd() {
-  descriptors().emplace_back().open = true;
+int open_fd(int other) {
+  Descriptor& made = descriptors().emplace_back();
+  made.open = true;
+  made.other = other;
   return kFirst + static_cast<int>(descriptors().size()) - 1;
+}
+
+void set_timer(int fd, int64_t ns) {
+  if (Descriptor* const found = find(fd)) found->due_ns = ns > 0 ? Scheduler::the().now() + ns : INT64_MAX;
 }
 
 void close_fd(int fd) {

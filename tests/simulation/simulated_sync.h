@@ -88,6 +88,9 @@ class Atomic {
   mutable T value_;
 };
 
+inline void full_fence() {}
+inline void release_fence() {}
+
 class Thread {
  public:
   Thread() = default;
@@ -113,8 +116,10 @@ int wait_ready(std::span<pollfd> fds, int64_t ns);
 
 namespace simulation {
 
-int open_fd();
-void close_fd(int fd);  // whoever polls it hears nothing more
+/// Readable also whenever `other` is, and when its timer is due.
+int open_fd(int other = -1);
+void set_timer(int fd, int64_t ns);  // 0: none
+void close_fd(int fd);               // whoever polls it hears nothing more
 void hang_up(int fd);
 bool is_set(int fd);
 void forget_fds();

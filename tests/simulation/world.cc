@@ -56,7 +56,7 @@ void World::main() {
 void World::close_all() {
   closed_ = true;
   for (size_t index = 0; index < calls_.size(); ++index) {
-    if (calls_[index]->pull) calls_[index]->pull->close();
+    if (calls_[index]->pull) close_pull(*calls_[index]);
   }
   for (const auto& peer : peers_) {
     for (size_t index = 0; index < peer->links.size(); ++index) close(*peer->links[index]);

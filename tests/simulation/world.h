@@ -14,6 +14,7 @@
 
 #include "engine/pull.h"
 #include "peers.h"
+#include "staging/staged_transport.h"
 
 namespace kvlink::simulation {
 
@@ -90,6 +91,7 @@ class World {
   void start_tree();
   Call* find_relay();
   Call* any_call();
+  void close_pull(Call& call);
   Call& add_call();
   std::vector<uint32_t> take_reader_blocks(Call& call, size_t num);
   bool draw_source(Source& source, const std::vector<Content>& contents, Call* relay);
@@ -129,6 +131,7 @@ class World {
   void check_under_way(Link& link);
   void check_end();
   void check_told(const Call& call);
+  void check_work(const Link& link);
   void on_landing(const std::byte* at);
 
   Random& random() { return scheduler_.random(); }
@@ -136,12 +139,14 @@ class World {
 
   Scheduler scheduler_;
   std::shared_ptr<ScratchPool> scratch_;
+  std::shared_ptr<StagingBuffer> staging_;  // of the connections that have one
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::vector<std::unique_ptr<Peer>> peers_;  // the first is this worker itself
   std::vector<Fiber*> helpers_;               // the control thread and its answers
   std::vector<std::unique_ptr<Call>> calls_;
   std::array<Call*, kReaderBlocks> call_of_block_{};
   std::vector<std::pair<Peer*, LeaseSeat>> spare_;     // seats that nobody reads under
+  std::vector<Source> offered_;                        // further readers of offers that somebody reads
   std::vector<std::pair<Link*, LeaseSeat>> released_;  // of them, those that a connection took
   std::set<uint64_t> lost_;                            // of them, the words that it has given back
   std::shared_ptr<CompletionQueue> control_;

@@ -85,6 +85,53 @@ def impaired(device: str, *discipline: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def dropping(device: str, most_bytes: int) -> Iterator[None]:
+    """Larger packets that the device sends get lost, as in a switch without jumbo frames."""
+    at = ("dev", netdev(device))
+    _tc("qdisc", "add", *at, "clsact")
+    try:
+        police = ("police", "rate", "10gbit", "burst", "100m", "mtu", str(most_bytes), "drop")
+        _tc("filter", "add", *at, "egress", "matchall", "action", *police)
+        yield
+    finally:
+        _tc("qdisc", "del", *at, "clsact")
+
+
+@contextlib.contextmanager
+def unresolved(device: str) -> Iterator[None]:
+    """Nobody finds out to which interface the device's address belongs: it does not answer ARP."""
+    setting = f"net.ipv4.conf.{netdev(device)}.arp_ignore"
+    subprocess.run(["sysctl", "-qw", f"{setting}=8"], check=True)
+    _ip("neigh", "flush", "all")
+    try:
+        yield
+    finally:
+        subprocess.run(["sysctl", "-qw", f"{setting}=1"], check=True)
+        _ip("neigh", "flush", "all")
+
+
+@contextlib.contextmanager
+def pods(device: str, *addresses: str) -> Iterator[list[str]]:
+    """One more device, shared by network namespaces with an interface and an IPv4 address each. Yields their names."""
+    names = [f"pod{number}" for number in range(len(addresses))]
+    _ip("link", "add", "shared", "mtu", "4500", "up", "type", "dummy")
+    try:
+        subprocess.run(["rdma", "link", "add", device, "type", "rxe", "netdev", "shared"], check=True)
+        for name, address in zip(names, addresses, strict=True):
+            _ip("netns", "add", name)
+            _ip("link", "add", name, "link", "shared", "netns", name, "type", "macvlan", "mode", "bridge")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", name, "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", name)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+        subprocess.run(["rdma", "link", "delete", device], check=False)
+        _ip("link", "del", "shared")
+
+
+@contextlib.contextmanager
 def limited(device: str, pid: int, num_objects: int) -> Iterator[None]:
     """The kernel gives a process at most so many further objects of a device: queue pairs, regions…"""
     group = _CGROUPS / f"limited-{pid}"
@@ -110,3 +157,7 @@ def active() -> set[str]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def _tc(*arguments: str) -> None:
+    subprocess.run(["tc", *arguments], check=True)

@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+from softroce.pyverbs_peer.cards import card_layout
 from softroce.pyverbs_peer.formats import Ticket
 from softroce.pyverbs_peer.nic import Nic, get_device_list
 from softroce.pyverbs_peer.owner import Owner
 from softroce.pyverbs_peer.reader import Reader
 from transports.pools import PoolSpec, random_contents, rows
 from transports.processes import PeerProcess, RemoteWorker
-
-from kvlink.v1 import card_pb2
 
 SEED = 2026
 TIMEOUT_S = 60.0
@@ -60,7 +59,7 @@ class Meeting:
         """On pyverbs."""
         contents = random_contents(spec.layout(), SEED)[0]
         name = f"pyverbs-{next(_numbers)}"
-        owner = Owner(self._nic(**nic), name, _card_layout(spec), contents, slice_bytes, wrong_keys)
+        owner = Owner(self._nic(**nic), name, card_layout(spec.layout()), contents, slice_bytes, wrong_keys)
         self._open.callback(owner.close)
         return owner
 
@@ -88,10 +87,3 @@ def expected(spec: PoolSpec, ticket: Ticket) -> np.ndarray:
     return np.stack(
         [contents[p.region][rows(layout, p, ticket.block_ids, tokens, heads)] for p in layout.planes]
     )
-
-
-def _card_layout(spec: PoolSpec) -> card_pb2.KVLayout:
-    layout = spec.layout()
-    names = [field.name for field in card_pb2.KVLayout.DESCRIPTOR.fields if field.name != "planes"]
-    planes = [card_pb2.Plane(region=p.region, layer=p.layer, offset=p.offset) for p in layout.planes]
-    return card_pb2.KVLayout(planes=planes, **{name: getattr(layout, name) for name in names})

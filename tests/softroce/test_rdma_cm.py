@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 import subprocess
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -16,12 +15,13 @@ from typing import NamedTuple
 import grpc
 import pytest
 from softroce.pyverbs_peer.admitted import shown_token
+from softroce.pyverbs_peer.cards import connect_request, unpack_card
 from softroce.pyverbs_peer.formats import QueuePair, pack_hello
 from transports.pairs import Pair
 from transports.processes import PeerProcess, RemoteWorker, eventually
 
 from kvlink.errors import KVLinkError, PeerUnreachable
-from kvlink.v1 import agent_pb2, agent_pb2_grpc, card_pb2
+from kvlink.v1 import agent_pb2, agent_pb2_grpc
 
 MANY = range(512)  # 8 MiB
 
@@ -65,14 +65,8 @@ def invite(owner: RemoteWorker) -> Invitation:
     with grpc.insecure_channel(owner.info["agent"]) as channel:
         stub = agent_pb2_grpc.WorkerAgentStub(channel)
         sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=30, metadata=shown_token())
-        assert zlib.crc32(sealed.card) == sealed.crc32
-        card = card_pb2.WorkerCard.FromString(sealed.card)
-        request = agent_pb2.ConnectRequest(
-            worker_id=card.worker_id,
-            epoch=card.epoch,
-            transport="verbs",
-            hellos=[pack_hello(0, queue_pair)],
-        )
+        card, _ = unpack_card(sealed)
+        request = connect_request(card, [pack_hello(0, queue_pair)])
         (reply,) = stub.Connect(request, timeout=30, metadata=shown_token()).replies
     magic, ip_bytes, ip, port, secret_bytes, secret = struct.unpack("<4sI16sII16s", reply)
     assert (magic, ip_bytes, secret_bytes) == (b"kvc1", 16, 16)

@@ -25,7 +25,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
-        self.regions = [random.integers(0, 256, size, np.uint8) for size in self.layout.region_bytes()]
+        self.regions = [random.integers(0, 256, size, np.uint8) for size in self.layout.region_bytes]
 
     def row(self, plane: Plane, block: int, token: int, head: int) -> Bytes:
         layout = self.layout

@@ -16,7 +16,8 @@ from rich.console import Console
 from transfer_stats import TransferStats
 
 from kvlink import BlockPool, Worker
-from kvlink.demo.table import Row, failed, print_verdict
+from kvlink.demo.route import Row
+from kvlink.demo.show import print_verdict
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.explain import Part, PathTaken, paths_taken
 from kvlink.transfer.path_log import PathLog
@@ -143,4 +144,7 @@ def test_the_demo_ends_with_a_verdict_and_the_next_command() -> None:
     ]
     assert "over 1 transport.\n" in verdict([GOOD], {})
     bad = replace(GOOD, transport="cma", tokens_equal=False)
-    assert verdict([GOOD, bad, failed("tcp", "why")], {}) == "FAILED over cma, tcp. Next: kvlink doctor\n"
+    assert (
+        verdict([GOOD, bad, Row(transport="tcp", error="why")], {})
+        == "FAILED over cma, tcp. Next: kvlink doctor\n"
+    )

@@ -14,7 +14,7 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 
 from kvlink import WorkerConfig, _core
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import ConfigError
 from kvlink.hardware.gpudirect import Driver
 from kvlink.layout import Geometry, dense
@@ -28,7 +28,7 @@ BASE = 0x7F0000000000
 BYTES = 1 << 16
 ONE, TWO, THREE = ("mlx5_0:1", 400_000), ("mlx5_4:1", 100_000), ("mlx5_8:1", 100_000)
 LAYOUT = dense(Geometry(num_layers=1, total_heads=2, row_bytes=64, num_blocks=8, block_tokens=4))
-SIZE = LAYOUT.region_bytes()[0]
+SIZE = LAYOUT.region_bytes[0]
 
 
 def in_host_memory(memory: _core.HostMemory) -> Buffer:

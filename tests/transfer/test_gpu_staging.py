@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +17,7 @@ from kvlink.transfer.explain import PathTaken
 from kvlink.transfer.gpu_staging import (
     bouncing_ends,
     staging_for,
+    warn_if_unserved,
     warn_of_path,
     warn_of_pool,
     warn_of_staging,
@@ -23,7 +27,7 @@ from kvlink.types import TransportCard
 
 LAYOUT = dense(Geometry(num_layers=1, total_heads=1, row_bytes=64, num_blocks=2))
 NO_SUCH_GPU = 99
-ON_GPU = BlockPool([Region(1 << 40, LAYOUT.region_bytes()[0], None, None, gpu=NO_SUCH_GPU)], LAYOUT)
+ON_GPU = BlockPool([Region(1 << 40, LAYOUT.region_bytes[0], None, None, gpu=NO_SUCH_GPU)], LAYOUT)
 PATH = PathTaken("prefill-1", "verbs", 1, (), (), (), (), 65536, 16 << 20, 420.0, 400.0, False)
 VERBS = TransportCard("verbs", b"", (b"key",), (b"slots", b"words"))
 TCP = TransportCard("tcp", b"", (b"key",), (b"slots", b"words"), bounces=True)
@@ -104,3 +108,40 @@ def test_explain_says_bounce() -> None:
     assert "1 lane(s), bounce at owner" in str(path)
     assert "bounce at reader and owner" in str(replace(path, bounces_at=("reader", "owner")))
     assert "bounce" not in str(replace(path, bounces_at=()))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "hip", "refused", "said"),
+    [
+        (None, None, ("", "no NIC"), None),
+        (
+            None,
+            None,
+            ("not here", "no NIC"),
+            "no transport serves this worker device=cpu reason=cuda: not here; tcp: no NIC",
+        ),
+        (
+            0,
+            None,
+            ("libcuda.so.1 is absent", "GPU memory"),
+            "device=cuda:0 reason=cuda: libcuda.so.1 is absent",
+        ),
+        (0, "6.4", ("libcuda.so.1 is absent", "GPU memory"), "device=cuda:0 (an AMD GPU with ROCm"),
+    ],
+    ids=["served", "host", "no driver in the container", "ROCm"],
+)
+def test_a_worker_that_nobody_can_read_says_so(
+    gpu: int | None,
+    hip: str | None,
+    refused: tuple[str, str],
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=hip)))
+    cards = [
+        TransportCard(name, b"", (), (), why) for name, why in zip(("cuda", "tcp"), refused, strict=True)
+    ]
+    warn_if_unserved(cast(Any, SimpleNamespace(gpu=gpu)), cards)
+    assert [record.levelno for record in caplog.records] == ([logging.WARNING] if said else [])
+    assert said is None or said in caplog.text

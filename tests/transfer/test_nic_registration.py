@@ -14,7 +14,7 @@ from hardware import machines
 from hardware.fake_cuda import HOPPER, FakeCuda, at
 
 from kvlink import WorkerConfig, _core
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import ConfigError, TransportUnavailable
 from kvlink.hardware.gpudirect import Gpu, Kind, Ordering
 from kvlink.layout import Geometry, Order, Regions, dense
@@ -26,7 +26,7 @@ LAYOUT = dense(
     Order.NHD,
     Regions.PER_LAYER,
 )
-SIZE = LAYOUT.region_bytes()[0]
+SIZE = LAYOUT.region_bytes[0]
 BASE = 0x7F0000000000
 SECOND = BASE + (1 << 20) + 64  # in the middle of a page
 CONFIG = WorkerConfig()

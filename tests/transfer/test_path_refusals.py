@@ -38,7 +38,7 @@ CARD = WorkerCard(
     epoch=7,
     incarnation=b"0",
     layouts=(LAYOUT,),
-    region_bytes=LAYOUT.region_bytes(),
+    region_bytes=LAYOUT.region_bytes,
     transports=tuple(TransportCard(name, b"there", (b"key",), (b"slots", b"words")) for name in NAMES),
     agent="127.0.0.1:1",
     protocol_version=PROTOCOL_VERSION,
@@ -53,6 +53,8 @@ class Path:
         self.broken = False
         self.closed = False
         self.given_s = 0.0
+        self.num_missing = 0
+        self.lost_large = False
         self._engine, self._name = engine, name
 
     def hellos(self) -> list[bytes]:
@@ -62,8 +64,6 @@ class Path:
         self.given_s = arguments[-1]
         self._engine.fail("establish", self._name)
         return [0]
-
-    def replace_soon(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True

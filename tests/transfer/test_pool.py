@@ -21,7 +21,7 @@ PER_LAYER = dense(GEOMETRY, Order.NHD, Regions.PER_LAYER)
 def test_allocated_pool_is_zeroed_mappable_and_as_large_as_the_layout() -> None:
     pool = BlockPool.allocate(PER_LAYER)
     assert pool.mappable
-    assert tuple(pool.numpy(i).nbytes for i in range(2)) == PER_LAYER.region_bytes()
+    assert tuple(pool.numpy(i).nbytes for i in range(2)) == PER_LAYER.region_bytes
     assert not pool.numpy(1).any()
 
 
@@ -43,7 +43,7 @@ def test_torch_view_shares_memory() -> None:
 
 def test_exported_torch_tensors_keep_their_address() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
-    tensors = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in PER_LAYER.region_bytes()]
+    tensors = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in PER_LAYER.region_bytes]
     pool = BlockPool.from_tensors(tensors, PER_LAYER)
     assert [region.address for region in pool.regions] == [tensor.data_ptr() for tensor in tensors]
     assert not pool.mappable
@@ -51,10 +51,10 @@ def test_exported_torch_tensors_keep_their_address() -> None:
 
 def test_torch_view_of_a_exported_tensor_counts_from_its_first_element() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
-    whole = torch.zeros(ONE.region_bytes()[0] // 4 + 16, dtype=torch.float32)
+    whole = torch.zeros(ONE.region_bytes[0] // 4 + 16, dtype=torch.float32)
     pool = BlockPool.from_tensors([whole[16:]], dense(replace(GEOMETRY, dtype="float32")))
     view = pool.torch()
-    assert (view.dtype, view.shape) == (torch.uint8, (ONE.region_bytes()[0],))
+    assert (view.dtype, view.shape) == (torch.uint8, (ONE.region_bytes[0],))
     view.view(torch.float32)[0] = 2.5
     assert whole[16] == 2.5
     assert pool.numpy().view(np.float32)[0] == 2.5
@@ -62,7 +62,7 @@ def test_torch_view_of_a_exported_tensor_counts_from_its_first_element() -> None
 
 def on_gpu(gpu: int | None, layout: KVLayout = PER_LAYER) -> list[Region]:
     """Addresses that are nobody's."""
-    return [Region(1 << 47, size, None, None, gpu) for size in layout.region_bytes()]
+    return [Region(1 << 47, size, None, None, gpu) for size in layout.region_bytes]
 
 
 def test_a_pool_is_on_one_device() -> None:
@@ -90,7 +90,7 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
 def test_tensors_elsewhere_are_refused() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
     with pytest.raises(ConfigError, match="this one is on meta"):
-        BlockPool.from_tensors([torch.zeros(ONE.region_bytes()[0], device="meta")], ONE)
+        BlockPool.from_tensors([torch.zeros(ONE.region_bytes[0], device="meta")], ONE)
 
     class OnDevice:
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def test_tensors_elsewhere_are_refused() -> None:
 
 def test_gpu_memory_comes_over_dlpack_by_way_of_torch() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvlink[torch]'")
-    tensor = torch.zeros(ONE.region_bytes()[0], dtype=torch.uint8)
+    tensor = torch.zeros(ONE.region_bytes[0], dtype=torch.uint8)
 
     class SaysGpu:
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -115,14 +115,14 @@ def test_gpu_memory_comes_over_dlpack_by_way_of_torch() -> None:
 
 
 def test_exported_view_counts_from_its_first_element() -> None:
-    whole = np.zeros(ONE.region_bytes()[0] + 64, np.uint8)
+    whole = np.zeros(ONE.region_bytes[0] + 64, np.uint8)
     pool = BlockPool.from_tensors([whole[64:]], ONE)
     pool.numpy()[0] = 9
     assert whole[64] == 9
 
 
 def test_a_tensor_that_is_too_small_is_refused_by_region() -> None:
-    first, second = PER_LAYER.region_bytes()
+    first, second = PER_LAYER.region_bytes
     with pytest.raises(ConfigError, match="region 1"):
         BlockPool.from_tensors([np.zeros(first, np.uint8), np.zeros(second - 1, np.uint8)], PER_LAYER)
     with pytest.raises(ConfigError, match="region 1"):
@@ -130,16 +130,16 @@ def test_a_tensor_that_is_too_small_is_refused_by_region() -> None:
 
 
 def test_read_only_and_empty_memory_is_refused() -> None:
-    frozen = np.zeros(ONE.region_bytes()[0], np.uint8)
+    frozen = np.zeros(ONE.region_bytes[0], np.uint8)
     frozen.flags.writeable = False
     with pytest.raises(ConfigError, match="read-only"):
         BlockPool.from_tensors([frozen], ONE)
     with pytest.raises(ConfigError, match="non-empty"):
         BlockPool.from_tensors([np.zeros(0, np.uint8)], ONE)
     with pytest.raises(ConfigError, match="negative strides"):
-        BlockPool.from_tensors([np.zeros(ONE.region_bytes()[0], np.uint8)[::-1]], ONE)
+        BlockPool.from_tensors([np.zeros(ONE.region_bytes[0], np.uint8)[::-1]], ONE)
 
 
 def test_repr_says_whose_memory_it_is() -> None:
     assert "kvlink's" in repr(BlockPool.allocate(ONE))
-    assert "registered" in repr(BlockPool.from_tensors([np.zeros(ONE.region_bytes()[0], np.uint8)], ONE))
+    assert "registered" in repr(BlockPool.from_tensors([np.zeros(ONE.region_bytes[0], np.uint8)], ONE))

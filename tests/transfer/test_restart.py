@@ -25,6 +25,7 @@ from kvlink.errors import (
     StaleBlocks,
     TransferTimeout,
 )
+from kvlink.runtime.backoff import LONGEST_S
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import FAILED, Pull
@@ -383,6 +384,13 @@ def test_who_refuses_is_not_slow() -> None:
     attempts.failed("timed out", began=100.0, now=102.0, silent=True)
     attempts.failed("connection refused", began=102.1, now=102.2, silent=False)
     assert not attempts.may_be_slow(102.2, allowed_s=90.0)
+
+
+def test_the_delay_stays_the_longest_however_often_attempts_fail() -> None:
+    attempts = ReconnectBackoff()
+    for _ in range(2000):
+        attempts.failed("connection refused", began=100.0, now=100.0, silent=False)
+    assert attempts.not_before == 100.0 + LONGEST_S
 
 
 async def test_closing_ends_the_attempts_and_whoever_waits_for_one(agent: Agent) -> None:

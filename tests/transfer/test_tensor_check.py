@@ -57,7 +57,7 @@ def test_memory_that_the_layout_describes_is_taken(make: Callable[[], Array]) ->
     tensors = of_both_layers(make)
     pool = BlockPool.from_tensors(tensors, LAYOUT)
     assert [region.address for region in pool.regions] == [tensor.ctypes.data for tensor in tensors]
-    assert [region.num_bytes for region in pool.regions] == list(LAYOUT.region_bytes())
+    assert [region.num_bytes for region in pool.regions] == list(LAYOUT.region_bytes)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_as_many_tensors_as_regions() -> None:
 
 
 def test_a_pool_has_as_many_regions_as_its_layout() -> None:
-    regions = [Region(1 << 47, size, None, None) for size in LAYOUT.region_bytes()]
+    regions = [Region(1 << 47, size, None, None) for size in LAYOUT.region_bytes]
     with pytest.raises(ConfigError, match="3 regions were given and the layout has 2"):
         BlockPool([*regions, regions[0]], LAYOUT)
 

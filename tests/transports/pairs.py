@@ -38,8 +38,10 @@ class Pair:
         self.contents = random_contents(self.spec.layout(), SEED)[0].reshape(num_blocks, -1)
         self.reader = self.another_reader(f"{name}-reader")
 
-    def another_reader(self, name: str) -> Worker:
-        return Worker(self.spec.make(), name, config=WorkerConfig.from_env(**self._reader_config))
+    def another_reader(self, name: str, **config: Any) -> Worker:
+        return Worker(
+            self.spec.make(), name, config=WorkerConfig.from_env(**{**self._reader_config, **config})
+        )
 
     def blocks(self, reader: Worker | None = None) -> npt.NDArray[np.uint8]:
         """The reader's blocks, shape [block, bytes]."""

@@ -121,12 +121,12 @@ class PoolSpec:
             stands_in = bool(regions[0].address & _GPU_BIT)
             return (_StandInPool if stands_in else _RealGpuPool)(regions, layout)
         if self.memory == ON_GPU:
-            arrays = [np.zeros(size, np.uint8) for size in layout.region_bytes()]
+            arrays = [np.zeros(size, np.uint8) for size in layout.region_bytes]
             return _StandInPool([_on_gpu(array) for array in arrays], layout)
         memory = Memory(self.memory)
         if memory is Memory.KVLINK:
             return BlockPool.allocate(layout, huge_pages=False)
-        return BlockPool.from_tensors([_tensor(memory, size) for size in layout.region_bytes()], layout)
+        return BlockPool.from_tensors([_tensor(memory, size) for size in layout.region_bytes], layout)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,7 +142,7 @@ def random_contents(layout: KVLayout, seed: int) -> Contents:
     """The same in every process."""
     return [
         np.random.default_rng([seed, region]).integers(0, 256, size, np.uint8)
-        for region, size in enumerate(layout.region_bytes())
+        for region, size in enumerate(layout.region_bytes)
     ]
 
 
@@ -212,7 +212,7 @@ def poison(pool: BlockPool, seed: int) -> Contents:
 
 
 def snapshot(pool: BlockPool) -> Contents:
-    return [pool.numpy(region)[:size].copy() for region, size in enumerate(pool.layout.region_bytes())]
+    return [pool.numpy(region)[:size].copy() for region, size in enumerate(pool.layout.region_bytes)]
 
 
 def same(one: Contents, other: Contents) -> bool:

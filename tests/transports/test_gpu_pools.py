@@ -23,7 +23,7 @@ def gpu_pool(spec: PoolSpec) -> BlockPool:
     """Addresses that belong to nobody: who follows one ends the tests."""
     beyond = 1 << 47  # behind the end of user space
     layout = spec.layout()
-    return BlockPool([Region(beyond, size, None, None, gpu=0) for size in layout.region_bytes()], layout)
+    return BlockPool([Region(beyond, size, None, None, gpu=0) for size in layout.region_bytes], layout)
 
 
 def gpu_worker() -> Worker:

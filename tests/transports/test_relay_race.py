@@ -60,10 +60,10 @@ class _Chain:
         if delay_s is not None:
             ending.start()
         relays = []
-        for worker, instead in zip(self.workers, spares, strict=True):
+        for worker, fallback in zip(self.workers, spares, strict=True):
             _planes(worker)[:] = 0xDD
             readers = int(worker is not self.workers[-1])
-            relays.append(worker.relay(source, _ALL, readers=readers, instead=instead, batch_bytes=1))
+            relays.append(worker.relay(source, _ALL, readers=readers, fallback=fallback, batch_bytes=1))
             source = relays[-1].ticket or source
         self._judge(relays, content)
         if delay_s is not None:

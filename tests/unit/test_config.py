@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.config.addresses import split_address
-from kvlink.config.nic_options import NicNames, parse_nics
-from kvlink.config.rdma_config import parse_pkey
+from kvlink.config.rdma_config import NicNames, parse_nics, parse_pkey
 from kvlink.config.setting import Setting
 from kvlink.config.timeouts import checked, given_or
 from kvlink.errors import ConfigError

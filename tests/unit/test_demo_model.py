@@ -8,8 +8,7 @@ import random
 import pytest
 
 from kvlink.demo.model import Cache, Transformer
-from kvlink.demo.stages import BLOCK_TOKENS
-from kvlink.demo.text import PROMPTS, tokenize
+from kvlink.demo.servers import BLOCK_TOKENS, PROMPTS, tokenize
 
 NUM_NEW = 24
 MODEL = Transformer()
@@ -18,12 +17,10 @@ MODEL = Transformer()
 def continued(text: str, spoilt: slice = slice(0, 0)) -> list[int]:
     """Greedy tokens after `text`, with a part of the prompt's cache negated."""
     cache: Cache = []
-    tokens = [MODEL.forward(tokenize(text), cache)]
+    token = MODEL.forward(tokenize(text), cache)
     for rows in (rows for layer in cache for rows in layer):
         rows[spoilt] *= -1
-    while len(tokens) < NUM_NEW:
-        tokens.append(MODEL.forward(tokens[-1:], cache))
-    return tokens
+    return MODEL.generate(token, cache, NUM_NEW)
 
 
 def test_prompts_cover_the_edges_of_a_block() -> None:

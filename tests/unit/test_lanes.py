@@ -32,20 +32,21 @@ def lanes() -> ModuleType:
     ("path", "names"),
     [
         ("csrc/transports/verbs/queue_pair.cc", ["transports", "sanitizers", "rdma"]),
-        ("csrc/engine/lane.cc", ["transports", "instructions", "sanitizers", "soak"]),
+        ("csrc/engine/lane.cc", ["transports", "instructions", "sanitizers", "mutation", "soak"]),
         ("csrc/device/cuda_copier.cc", ["transports", "sanitizers", "gpu"]),
-        ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy", "docs"]),
-        ("kvlink/worker/worker.py", ["transports", "processes", "docs"]),
+        ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy", "docs", "mutation"]),
+        ("kvlink/worker/worker.py", ["transports", "processes", "docs", "mutation"]),
         ("kvlink/monitoring/status_page/page.js", ["processes", "pages", "docs"]),
-        ("integrations/vllm/decode/loads.py", ["processes", "docs", "engines"]),
+        ("integrations/vllm/decode/loads.py", ["processes", "docs", "mutation", "engines"]),
         ("docs/operate/coordinator.md", ["docs"]),
         ("docs/operate/monitoring.md", ["docs", "newcomer"]),
         ("docs/examples/streaming.py", ["processes", "docs", "newcomer"]),
         ("integrations/deploy/chart/values.yaml", ["deploy"]),
         ("tests/netns/test_two_hosts.py", ["netns"]),
         ("tests/transfer/test_pool.py", []),
+        ("tests/mutation/known.py", ["mutation"]),
         ("README.md", ["newcomer"]),
-        ("Makefile", ["processes", "deploy", "pythons", "image", "newcomer", "release"]),
+        ("Makefile", ["processes", "deploy", "pythons", "image", "extras", "newcomer", "release"]),
         (".ci/lanes.json", []),
     ],
 )
@@ -81,6 +82,17 @@ def test_the_newest_result_of_a_lane_is_kept_with_its_last_green_run(lanes: Modu
     assert json.loads(lanes.text_of(both.values())) == list(both.values())
 
 
+def score(module: str, ended: str, killed: int) -> dict[str, Any]:
+    counts = {
+        "survived": 100 - killed,
+        "timeout": 0,
+        "equivalent": 0,
+        "planted": [2, 3],
+        "kinds": {"unit": [killed, 100]},
+    }
+    return {"module": module, "score": killed, "interval": [1, 2], "commit": "abc", "ended": ended, **counts}
+
+
 @pytest.fixture
 def checkout(lanes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Makes the lanes those of a small repository, and returns a function that calls git there."""
@@ -88,11 +100,13 @@ def checkout(lanes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("no git on this machine: apt-get install git")
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
     monkeypatch.setattr(lanes, "RESULTS", tmp_path / "build" / "lanes")
+    monkeypatch.setattr(lanes, "SCORES", tmp_path / "build" / "mutation")
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b")
     (tmp_path / ".ci").mkdir()
-    (tmp_path / "build" / "lanes").mkdir(parents=True)
+    for name in ("lanes", "mutation"):
+        (tmp_path / "build" / name).mkdir(parents=True)
     (tmp_path / ".gitignore").write_text("build/\n")
     lanes._git("init", "--quiet", "--initial-branch=main")
 
@@ -153,6 +167,25 @@ def test_the_record_is_a_commit_of_its_own_and_merges_by_the_newest(
     (merged,) = json.loads((lanes.ROOT / lanes.RECORD).read_text())
     assert (merged["ended"], merged["green"]["ended"]) == ("3", "3")
     checkout("commit", "--quiet", "--no-edit")
+
+
+def test_the_newest_score_of_each_module_is_kept_beside_the_lanes(
+    lanes: ModuleType, checkout: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [result("docs", "1"), score("lease", "2", 71), score("plan", "1", 60)]
+    (lanes.ROOT / lanes.RECORD).write_text(lanes.text_of(kept))
+    for ended, killed in (("3", 92), ("1", 50)):
+        (lanes.SCORES / "lease.json").write_text(json.dumps(score("lease", ended, killed)))
+        lanes.record()
+        (lanes.SCORES / "lease.json").unlink()
+    recorded = json.loads((lanes.ROOT / lanes.RECORD).read_text())
+    assert [each.get("score", each.get("lane")) for each in recorded] == ["docs", 60, 92]
+    lanes.main(["show"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "of lease" in line)
+    assert line == (
+        "mutants of lease         92 % killed (1 to 2 %), 8 survive, 0 time-outs, 0 equivalent, planted 2 of 3; "
+        "unit 92 of 100; at abc, 3"
+    )
 
 
 def test_a_path_without_a_row_is_named(lanes: ModuleType) -> None:

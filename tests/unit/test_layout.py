@@ -68,10 +68,10 @@ def test_rows_lie_where_a_tensor_of_that_shape_has_them(order: Order, regions: R
     layout = dense(GEOMETRY, order, regions)
     expected = rows_of_tensors(GEOMETRY, order, regions)
     assert (rows(layout) == expected).all()
-    assert layout.region_bytes() == tuple(
+    assert layout.region_bytes == tuple(
         int(expected[1][expected[0] == region].max()) + 8 for region in range(expected[0].max() + 1)
     )
-    assert sum(layout.region_bytes()) == layout.num_blocks * layout.block_bytes
+    assert sum(layout.region_bytes) == layout.num_blocks * layout.block_bytes
 
 
 @pytest.mark.parametrize(("order", "regions"), COMBINATIONS)

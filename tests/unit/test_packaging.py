@@ -19,8 +19,8 @@ from pythons.interpreters import named, python, why_not
 from scikit_build_core.build import build_sdist, prepare_metadata_for_build_wheel
 
 import kvlink
-from kvlink.doctor import extras
-from kvlink.doctor.extras import EXTRAS
+from kvlink.doctor import software
+from kvlink.doctor.software import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
@@ -35,7 +35,6 @@ OPTIONAL = (
     "sglang",
     "aiohttp",
     "prometheus_client",
-    "matplotlib",
     "opentelemetry",
 )
 BUILT_OF = (
@@ -44,6 +43,7 @@ BUILT_OF = (
     "protos",
     "integrations",
     "benchmarks",
+    "packaging",
     "CMakeLists.txt",
     "pyproject.toml",
     "README.md",
@@ -113,7 +113,12 @@ def test_the_metadata_is_complete() -> None:
     found = distribution("kvlink")
     assert found.version == kvlink.__version__
     assert found.metadata["License-Expression"] == "Apache-2.0"
-    assert found.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert found.metadata.get_all("License-File") == [
+        "LICENSE",
+        "NOTICE",
+        "packaging/licenses/pybind11.txt",
+        "packaging/licenses/rdma-core.txt",
+    ]
     assert found.metadata["Author"] == "The kvlink authors"
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         found.metadata.get_all("Classifier") or ()
@@ -146,19 +151,19 @@ def test_all_means_every_extra_that_has_wheels() -> None:
 
 
 def test_the_doctor_names_the_extra_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("matplotlib", "pyverbs") else name)
-    check = extras.extras()
-    assert check.evidence.startswith(
-        "torch, cuda, demo, router, metrics, certs, otel; for limits of RDMA devices"
+    monkeypatch.setattr(
+        software, "find_spec", lambda name: None if name in ("cryptography", "pyverbs") else name
     )
+    check = software.extras()
+    assert check.evidence.startswith("torch, cuda, demo, router, metrics, otel; for limits of RDMA devices")
     assert "apt-get install python3-pyverbs" in check.evidence
-    assert check.evidence.endswith("; for `kvlink report`: pip install 'kvlink[report]'")
+    assert check.evidence.endswith("; for `kvlink certs`: pip install 'kvlink[certs]'")
 
     def without_parent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(extras, "find_spec", without_parent)
-    assert extras.extras().evidence.startswith("none; for pools of tensors: pip install 'kvlink[torch]'")
+    monkeypatch.setattr(software, "find_spec", without_parent)
+    assert software.extras().evidence.startswith("none; for pools of tensors: pip install 'kvlink[torch]'")
 
 
 def test_extras_are_not_required() -> None:

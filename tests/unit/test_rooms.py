@@ -15,7 +15,7 @@ ALLOWED = {
     "memory": {"base"},
     "transport_api": {"base", "memory"},
     "device": {"base", "memory"},
-    "plan": {"memory", "transport_api"},
+    "plan": {"base", "memory", "transport_api"},
     "lease": {"base"},
     "staging": {"base", "memory", "transport_api", "device"},
     "transports": {"base", "memory", "transport_api", "lease", "transports/same_host"},
@@ -30,7 +30,7 @@ ALLOWED = {
 }
 """By room: the rooms that its files include, besides their own."""
 
-CONDITIONAL = {"simulated_sync.h"}
+CONDITIONAL = {"simulated_sync.h", "simulated_poll_timer.h"}
 """Headers of tests/simulation, which only the simulation's build finds."""
 
 

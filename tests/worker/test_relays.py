@@ -77,8 +77,8 @@ def ends(worker: Worker) -> list[LeaseEnd]:
 def test_a_chain_brings_every_byte_to_everyone(owner: Worker, relays: list[Worker]) -> None:
     seats = owner.split(owner.offer("r", FROM, readers=3))
     one = relays[0].relay(seats[0], INTO, batch_bytes=1)
-    two = relays[1].relay(one.ticket, INTO, instead=seats[1].to_text(), batch_bytes=1)
-    three = relays[2].relay(two.ticket, INTO, readers=0, instead=seats[2])
+    two = relays[1].relay(one.ticket, INTO, fallback=seats[1].to_text(), batch_bytes=1)
+    three = relays[2].relay(two.ticket, INTO, readers=0, fallback=seats[2])
     assert three.ticket is None
     for relay, worker in zip((one, two, three), relays, strict=True):
         assert relay.wait(WAIT_S)
@@ -115,7 +115,7 @@ def test_the_rest_is_read_from_another_source_and_nobody_else_notices(
     whole_rows = planes(whole).reshape(4, NUM_BLOCKS * 8, 64)
     whole_rows[:, : len(FROM) * TOKENS] = rows(owner, FROM)
     spare = whole.offer("r", [0, 1, 2, 3])
-    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=spare, batch_bytes=1)
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, fallback=spare, batch_bytes=1)
     two = relays[1].relay(one.ticket, INTO, readers=0)
     owner.set_ready("r", 3)
     eventually(lambda: two.num_valid_tokens == 3 * TOKENS)
@@ -139,7 +139,7 @@ def test_a_source_that_is_gone_before_is_left_out(
     gone = make(opened, "gone")
     dead = gone.offer("r", FROM)
     gone.close()
-    one = relays[0].relay(dead, INTO, instead=owner.offer("r", FROM), timeout_s=WAIT_S)
+    one = relays[0].relay(dead, INTO, fallback=owner.offer("r", FROM), timeout_s=WAIT_S)
     two = relays[1].relay(one.ticket, INTO, readers=0)
     assert one.wait(WAIT_S)
     assert two.wait(WAIT_S)
@@ -161,7 +161,7 @@ def test_a_first_source_that_hangs_costs_its_share_of_the_deadline(
 
     monkeypatch.setattr(Peers, "connect", connect)
     hanging = relays[1].offer("r", FROM)
-    one = relays[0].relay(hanging, INTO, instead=owner.offer("r", FROM), timeout_s=2 * WAIT_S)
+    one = relays[0].relay(hanging, INTO, fallback=owner.offer("r", FROM), timeout_s=2 * WAIT_S)
     assert one.wait()
     assert [type(error) for error in one.failed] == [TransferTimeout]
     assert given[1] - given[0] == pytest.approx(WAIT_S, rel=0.2)
@@ -181,7 +181,7 @@ def test_without_any_source_the_offer_ends(relays: list[Worker], opened: ExitSta
 
 def test_a_cancelled_relay_ends_its_offer(owner: Worker, relays: list[Worker]) -> None:
     spare = relays[2].offer("r", FROM)
-    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=spare)
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, fallback=spare)
     two = relays[1].relay(one.ticket, INTO, readers=0)
     one.cancel()
     assert one.pull.done()
@@ -194,7 +194,7 @@ def _turning(
     owner: Worker, relay: Worker, spare: Worker, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], None]
 ) -> Relay:
     """A relay of which the first source has ended. It calls `ask` before it reads from the second."""
-    one = relay.relay(owner.offer("r", FROM, ready=0), INTO, instead=spare.offer("r", FROM))
+    one = relay.relay(owner.offer("r", FROM, ready=0), INTO, fallback=spare.offer("r", FROM))
     eventually(lambda: one.pull.parts())
     plain = kvlink.transfer.pulls.check_relay
 
@@ -233,7 +233,7 @@ def test_cancel_ends_a_wait_for_a_source_that_does_not_answer(
         asked.set()
         await asyncio.Event().wait()
 
-    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=relays[2].offer("r", FROM))
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, fallback=relays[2].offer("r", FROM))
     eventually(lambda: one.pull.parts())
     monkeypatch.setattr(Peers, "connect", never)
     owner.abort("r")
@@ -253,7 +253,7 @@ def test_a_wait_with_a_timeout_returns_while_the_next_source_is_connected(
 
     spare = relays[2].offer("r", FROM)
     fill(relays[2], 2)
-    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, instead=spare, timeout_s=3600)
+    one = relays[0].relay(owner.offer("r", FROM, ready=0), INTO, fallback=spare, timeout_s=3600)
     eventually(lambda: one.pull.parts())
     with monkeypatch.context() as patched:
         patched.setattr(Peers, "connect", never)
@@ -307,8 +307,8 @@ def test_each_seat_of_a_split_ticket_settles_alone(owner: Worker, relays: list[W
 
 def test_what_cannot_be_relayed_is_refused(owner: Worker, relays: list[Worker], opened: ExitStack) -> None:
     ticket = owner.offer("r", FROM)
-    with pytest.raises(ConfigError, match="`instead` has 4 tokens, and `ticket` 32"):
-        relays[0].relay(ticket, INTO, instead=owner.offer("q", FROM[:1]))
+    with pytest.raises(ConfigError, match="`fallback` has 4 tokens, and `ticket` 32"):
+        relays[0].relay(ticket, INTO, fallback=owner.offer("q", FROM[:1]))
     with pytest.raises(ConfigError, match="pass one ticket, not a list"):
         relays[0].relay([ticket], INTO)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a coordinator"):
@@ -341,7 +341,7 @@ async def test_tickets_pass_through_the_coordinator(opened: ExitStack) -> None:
         ticket = owner.offer("r", FROM, readers=2)
         seats = owner.split(ticket)
         first = one.relay(seats[0], INTO, offer_as="r/one", publish=True)
-        second = two.relay("r/one", INTO, readers=0, instead=seats[1])
+        second = two.relay("r/one", INTO, readers=0, fallback=seats[1])
         assert second.wait(WAIT_S)
         assert first.wait(WAIT_S)
         assert equal(owner, two)

@@ -14,7 +14,7 @@ from worker.soft_server import LAYOUT, blocks_of
 
 from kvlink import BlockPool, Ticket, Worker, WorkerConfig
 from kvlink.control import CoordinatorClient
-from kvlink.control.prefix_values import Prefix, PrefixChanges
+from kvlink.control.values import Prefix, PrefixChanges
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, PeerUnreachable, StaleBlocks, StaleReason

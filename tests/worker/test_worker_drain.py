@@ -25,8 +25,7 @@ from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable, KVLinkError
 from kvlink.hardware.host_identity import this_host
-from kvlink.integrations.router.commands.drain import _drain_workers, drain
-from kvlink.integrations.router.commands.drain_workers import draining, is_here, is_within
+from kvlink.integrations.router.commands.drain import _drain_workers, drain, draining, is_here, is_within
 from kvlink.types import WorkerCard
 
 

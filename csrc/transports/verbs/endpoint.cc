@@ -41,6 +41,7 @@ class VerbsEndpoint final : public Endpoint {
                 const ChainLimits& limits, uint32_t max_wrs, std::vector<LocalRegion> locals,
                 LivenessTimeouts timeouts)
       : owner_nic_(route.owner_nic),
+        owner_gid_(route.owner_gid),
         // The owner's NIC may fetch for two reads in any order. A fenced read leaves this NIC only after the
         // reads before it have landed, which saves the way to the CPU and back.
         traits_{.path = std::move(route.path),
@@ -76,6 +77,7 @@ class VerbsEndpoint final : public Endpoint {
   struct Post {
     uint64_t token = 0;
     Chunk chunk = {};
+    uint64_t bytes = 0;
     ChunkCursor at = {};
     uint64_t last_wr = 0;  // its number; 0: not all is posted
     uint64_t first_wr = 0;
@@ -84,6 +86,7 @@ class VerbsEndpoint final : public Endpoint {
     uint64_t offset = 0, value = 0;
   };
 
+  bool is_large(const Post& post) const { return post.bytes > qp_->packet_bytes(); }
   uint64_t under_way() const { return num_posted_ - num_completed_; }
   bool lost_nic() const { return qp_->nic()->gone() || qp_->nic()->losses() != losses_; }
   Status connect(std::string_view reply, const Patience& patience);
@@ -97,6 +100,7 @@ class VerbsEndpoint final : public Endpoint {
   void wait_until_flushed(int64_t most_ns);
 
   const uint32_t owner_nic_;
+  const Gid owner_gid_;
   const Traits traits_;
   std::unique_ptr<Cq> cq_;
   std::unique_ptr<Qp> qp_;  // after the queue that it uses
@@ -113,6 +117,7 @@ class VerbsEndpoint final : public Endpoint {
   uint64_t num_posted_ = 0, num_completed_ = 0;  // work requests
   bool connected_ = false;
   bool armed_ = false;
+  bool small_done_ = false, large_done_ = false;  // reads
   std::array<ibv_wc, kPollBatch> completions_;
   int num_stashed_ = 0;  // in completions_, found by arm()
   Status broken_;
@@ -146,11 +151,13 @@ Result<uint32_t> VerbsEndpoint::import_region(std::string_view remote_key) {
 Status VerbsEndpoint::post_read(uint64_t token, const Chunk& chunk) {
   if (!broken_.ok()) return broken_;
   if (chunk.ops.empty()) return Status::Config("a read has no operations");
+  uint64_t bytes = 0;
   for (const ReadOp& op : chunk.ops) {
     if (Status status = check(op, chunk.segments, locals_, remotes_); !status.ok()) return status;
+    bytes += op.bytes;
   }
   const bool fenced = remotes_[chunk.ops.front().region].access == Access::kReadWords;
-  posts_.push_back({.token = token, .chunk = chunk, .fenced = fenced});
+  posts_.push_back({.token = token, .chunk = chunk, .bytes = bytes, .fenced = fenced});
   return {};
 }
 
@@ -226,6 +233,7 @@ void VerbsEndpoint::take(const ibv_wc& completion) {
 void VerbsEndpoint::retire(std::vector<Completion>& ended) {
   while (num_full_ > 0 && posts_.front().last_wr <= num_completed_) {
     ended.push_back({posts_.front().token, {}});
+    (is_large(posts_.front()) ? large_done_ : small_done_) = true;
     posts_.pop_front();
     --num_full_;
   }
@@ -302,6 +310,10 @@ void VerbsEndpoint::say_goodbye() {
 
 void VerbsEndpoint::close() {
   if (!qp_) return;
+  if (small_done_ && !large_done_ && !lost_nic() &&
+      std::any_of(posts_.begin(), posts_.end(), [this](const Post& post) { return is_large(post); })) {
+    qp_->nic()->note_large_lost(owner_gid_);
+  }
   if (connected_ && broken_.ok() && !qp_->failed()) say_goodbye();
   if (qp_->halt() && !qp_->nic()->gone()) wait_until_flushed(kFlushNs);
   posts_.clear();
@@ -326,6 +338,10 @@ Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<Nic> nic, std::s
   if (!cq.ok()) return cq.status();
   Result<std::unique_ptr<Qp>> qp = Qp::create(nic, **cq, limits.max_wrs, limits.max_sge);
   if (!qp.ok()) return qp.status();
+  if (nic->loses_large(route.owner_gid)) {
+    (*qp)->set_most_mtu(kSmallMtu);
+    route.path += " in packets of 1024 bytes, because larger ones were lost";
+  }
   return std::unique_ptr<Endpoint>(new VerbsEndpoint(std::move(route), std::move(*cq), std::move(*qp),
                                                      std::move(cm), chain, limits.max_wrs, std::move(locals),
                                                      timeouts));

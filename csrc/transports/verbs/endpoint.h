@@ -18,6 +18,7 @@ struct Route {
   uint32_t owner_nic = 0;  // index in Address::nics
   std::string path;        // see Traits::path
   double width = 1;        // of the bytes that the widest may have under way
+  Gid owner_gid{};
 };
 
 /// `cm` connects it. If it is null, the addresses in hello and reply do.

@@ -2,6 +2,7 @@
 #include "transports/verbs/ibverbs_api.h"
 
 #include "base/dynamic_library.h"
+#include "transports/verbs/gid.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -30,6 +31,7 @@ Result<Api> load() {
     api.query_ece = nullptr;
   }
   api.mlx5 = mlx5_api();
+  api.local_ips = local_ips;
   return api;
 }
 

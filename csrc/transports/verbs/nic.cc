@@ -8,7 +8,9 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <tuple>
 
+#include "base/clock.h"
 #include "base/sys.h"
 #include "transports/verbs/devices.h"
 #include "transports/verbs/gid.h"
@@ -25,6 +27,8 @@ constexpr uint32_t kMostWrs = 1024;
 // itself and 16 for each segment: this has room for 227 reads of 32 segments, where 16 are in flight.
 constexpr uint64_t kSendQueueBytes = 128 << 10;
 constexpr uint64_t kWrBytes = 32, kSgeBytes = 16, kWrAlignment = 64;
+constexpr int64_t kSmallForNs = 600'000'000'000;  // then a switch may have been set right
+constexpr size_t kMostNoted = 4096;
 constexpr int kMostGids = 256;       // a queue pair names its own in 8 bits
 constexpr uint32_t kMostReads = 16;  // more in flight on one queue pair gained nothing where it was measured
 
@@ -34,13 +38,25 @@ Status unusable(const std::string& nic, const std::string& what, const std::stri
   return Status::Unavailable("RDMA port " + nic + " " + what, fix);
 }
 
+bool is_link_local(const Gid& gid) { return gid[0] == '\xfe' && gid[1] == '\x80'; }
+
 /// Ranks addresses: routable before local, IPv4 before IPv6; 0 is no address. With InfiniBand a GID by which
 /// routers forward comes first.
 int rank(const Gid& gid, bool infiniband) {
   if (std::all_of(gid.begin(), gid.end(), [](char byte) { return byte == 0; })) return 0;
   if (infiniband && flid_of(gid) != 0) return 5;
   if (is_v4(gid)) return gid[12] == 127 ? 2 : 4;
-  return gid[0] == '\xfe' && gid[1] == '\x80' ? 1 : 3;
+  return is_link_local(gid) ? 1 : 3;
+}
+
+constexpr int kHere = 10;  // before every address of another network namespace
+
+/// A NIC that pods share shows the addresses of all of them. A link-local one does not tell whose it is.
+int rank_of_roce(const Gid& gid, const std::vector<Gid>& here) {
+  const bool ours =
+      here.empty() || is_link_local(gid) || std::find(here.begin(), here.end(), gid) != here.end();
+  const int alone = rank(gid, false);
+  return alone > 0 && ours ? kHere + alone : alone;
 }
 
 }  // namespace
@@ -50,7 +66,11 @@ Result<std::shared_ptr<Nic>> Nic::open(const Api& api, const NicPlace& place, co
   const DeviceList list(api);
   ibv_device* const found = list.find(device);
   if (!found) {
-    return Status{Code::kConfig, "there is no RDMA device " + device, "choose from " + list.names()};
+    if (place.named) {
+      return Status{Code::kConfig, "this process finds no RDMA device " + device,
+                    list.count > 0 ? "choose from " + list.names() : kOpenNodes};
+    }
+    return Status::Unavailable("this process may not open RDMA device " + device, kOpenNodes);
   }
   if (Status status = connects_reliably(api, *found); !status.ok()) return status;
   Owned<ibv_context> context(api.open_device(found), api.close_device);
@@ -143,6 +163,7 @@ Status Nic::find_address() {
   const std::string types = port_folder(api_, place_.device, place_.port) + "gid_attrs/types/";
   const auto gid_type = [&](int index) { return read_line(types + std::to_string(index)); };
   const bool infiniband = !ethernet_ && !iwarp_;
+  const std::vector<Gid> here = roce && api_.local_ips ? api_.local_ips() : std::vector<Gid>();
   int best = 0;
   std::string there_are;
   for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
@@ -152,8 +173,9 @@ Status Nic::find_address() {
     std::memcpy(gid.data(), found.raw, gid.size());
     if (rank(gid, infiniband) == 0 || (roce && gid_type(index) != "RoCE v2")) continue;
     there_are += (there_are.empty() ? "" : ", ") + ip_text(gid) + " (index " + std::to_string(index) + ")";
-    if (rank(gid, infiniband) <= best || !manner_.gid.allows(index, gid)) continue;
-    best = rank(gid, infiniband);
+    const int rank_here = roce ? rank_of_roce(gid, here) : rank(gid, infiniband);
+    if (rank_here <= best || !manner_.gid.allows(index, gid)) continue;
+    best = rank_here;
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
   }
@@ -204,6 +226,8 @@ int Nic::next_vector() {
 }
 
 ibv_mtu Nic::mtu() const {
+  ibv_port_attr port{};
+  if (query(port).ok()) return port.active_mtu;
   std::lock_guard lock(mutex_);
   return mtu_;
 }
@@ -216,6 +240,19 @@ uint8_t Nic::gid_index() const {
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
   return {name_, ethernet_, lid_, gid_, by_cm_, place_.mbps};
+}
+
+void Nic::note_large_lost(const Gid& peer) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = now_ns();
+  std::erase_if(small_until_, [now](const auto& noted) { return noted.second <= now; });
+  if (small_until_.size() < kMostNoted) small_until_[peer] = now + kSmallForNs;
+}
+
+bool Nic::loses_large(const Gid& peer) const {
+  std::lock_guard lock(mutex_);
+  const auto noted = small_until_.find(peer);
+  return noted != small_until_.end() && noted->second > now_ns();
 }
 
 Status Nic::check() const {
@@ -276,16 +313,27 @@ void Nic::take_event(const ibv_async_event& event) {
       if (event.element.port_num == place_.port && !manner_.rides_out_link_loss) lose("went down");
       return;
     case IBV_EVENT_GID_CHANGE:
-    case IBV_EVENT_LID_CHANGE: {
-      const NicAddress before = address();
-      if (event.element.port_num != place_.port || !check().ok() || !find_address().ok()) return;
-      const NicAddress after = address();
-      if (after.gid != before.gid || after.lid != before.lid) lose("has a new address");
+    case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_PKEY_CHANGE:
+    case IBV_EVENT_PORT_ACTIVE:  // its tables may have changed meanwhile
+    case IBV_EVENT_SM_CHANGE:
+    case IBV_EVENT_CLIENT_REREGISTER:
+      if (event.element.port_num == place_.port) look_at_tables();
       return;
-    }
     default:
       return;
   }
+}
+
+/// A queue pair names its GID and its partition by their indices in these tables.
+void Nic::look_at_tables() {
+  const auto named = [this] {
+    const NicAddress at = address();
+    return std::tuple(at.gid, at.lid, gid_index(), pkey_index());
+  };
+  const auto before = named();
+  if (!check().ok() || !find_address().ok() || !find_partition().ok()) return;
+  if (named() != before) lose("has a new address");
 }
 
 ibv_mr* Nic::register_memory(std::byte* base, uint64_t bytes, uint64_t iova, int access) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 
 #include "memory/memory_range.h"
 #include "transport_api/options.h"
+#include "transport_api/traits.h"
 #include "transports/verbs/device_presence.h"
 #include "transports/verbs/gid.h"
 #include "transports/verbs/ibverbs_api.h"
@@ -22,10 +24,14 @@ namespace kvlink::verbs {
 /// (transports/verbs/rdma_cm.h).
 enum class Way : uint8_t { kByDevice, kDirect, kCm };
 
+/// Packets of this size cross every Ethernet.
+inline constexpr ibv_mtu kSmallMtu = IBV_MTU_1024;
+
 struct NicPlace {
   std::string device;
   uint8_t port = 1;
   uint32_t mbps = 1;
+  bool named = false;  // by a user
 };
 
 /// Settings of its queue pairs.
@@ -65,7 +71,7 @@ class Nic {
   uint8_t port() const { return place_.port; }
   const NicPlace& place() const { return place_; }
   const Manner& manner() const { return manner_; }
-  uint16_t pkey_index() const { return pkey_index_; }
+  uint16_t pkey_index() const { return pkey_index_.load(std::memory_order_relaxed); }
   const Limits& limits() const { return limits_; }
   bool ethernet() const { return ethernet_; }
   /// Untested for lack of such a driver. It connects only by the manager. A read lands in one segment, of
@@ -76,9 +82,14 @@ class Nic {
   bool needs_grh() const { return needs_grh_; }
   /// Returns the completion vector of the next completion queue that somebody sleeps on: all in turn.
   int next_vector();
+  /// Asks the device, because the MTU of an interface changes without an event.
   ibv_mtu mtu() const;
   uint8_t gid_index() const;
   NicAddress address() const;
+  /// Records that packets of more than kSmallMtu do not arrive from a peer's port.
+  void note_large_lost(const Gid& peer);
+  /// Returns whether that was so lately.
+  bool loses_large(const Gid& peer) const;
 
   /// Returns whether the port can carry bytes now, or the reason and the fix.
   Status check() const;
@@ -116,6 +127,7 @@ class Nic {
   Status find_partition();
   void lose(const std::string& why, bool for_good = false);
   void take_event(const ibv_async_event& event);
+  void look_at_tables();
 
   const Api& api_;
   Owned<ibv_context> context_;
@@ -126,7 +138,7 @@ class Nic {
   const DeviceNode node_;
   Limits limits_;
   bool ethernet_ = false, iwarp_ = false, by_cm_ = false, needs_grh_ = false;
-  uint16_t pkey_index_ = 0;
+  std::atomic<uint16_t> pkey_index_{0};
   std::atomic<uint32_t> num_vectors_given_{0};
 
   std::atomic<uint32_t> losses_{0};
@@ -137,13 +149,15 @@ class Nic {
   uint32_t lid_ = 0;
   uint8_t gid_index_ = 0;
   Gid gid_{};
+  std::map<Gid, int64_t> small_until_;
 };
 
 /// Opens a port that can carry bytes now, or returns the reason and the fix.
 Result<std::shared_ptr<Nic>> open_active(const Api& api, const NicPlace& place, const Manner& manner);
-/// Opens ports named "device" or "device:port" as in KVLINK_NICS, each once. Without a list, opens every
-/// active port of this machine. Refuses an empty list.
+/// Opens ports named "device" or "device:port" as in KVLINK_NICS, each once, and at most kMaxNics. Adds to
+/// `left_out` those that no user named and that do not open. Without a list, opens every active port of this
+/// machine. Refuses an empty list.
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
                                                     const std::optional<std::vector<NicOption>>& wanted,
-                                                    const Manner& manner);
+                                                    const Manner& manner, std::vector<PortState>& left_out);
 }  // namespace kvlink::verbs

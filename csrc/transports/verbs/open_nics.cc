@@ -34,23 +34,40 @@ Result<std::vector<std::shared_ptr<Nic>>> open_all(const Api& api, const Manner&
   return nics;
 }
 
+Result<std::shared_ptr<Nic>> open_wanted(const Api& api, const NicOption& option,
+                                         const std::pair<std::string, uint8_t>& name, const Manner& manner,
+                                         size_t num_open) {
+  if (num_open < kMaxNics)
+    return open_active(api, {name.first, name.second, option.mbps, option.named}, manner);
+  const std::string what = option.port + " is beyond the " + std::to_string(kMaxNics) + " ports of a worker";
+  return option.named ? Status{Code::kConfig, what, "name fewer in KVLINK_NICS"}
+                      : Status::Unavailable(what, {});
+}
+
 }  // namespace
 
 Result<std::vector<std::shared_ptr<Nic>>> open_nics(const Api& api,
                                                     const std::optional<std::vector<NicOption>>& wanted,
-                                                    const Manner& manner) {
+                                                    const Manner& manner, std::vector<PortState>& left_out) {
   if (!wanted) return open_all(api, manner);
   if (wanted->empty()) {
     return Status::Unavailable("no RDMA port of this machine serves this pool", "kvlink topology says why");
   }
   std::vector<std::shared_ptr<Nic>> nics;
+  Status last;
   for (const NicOption& option : *wanted) {
     const auto parsed = parse_name(option.port);
     if (!parsed.ok()) return parsed.status();
-    auto nic = open_active(api, {(*parsed).first, (*parsed).second, option.mbps}, manner);
-    if (!nic.ok()) return nic.status();
-    nics.push_back(std::move(*nic));
+    auto nic = open_wanted(api, option, *parsed, manner, nics.size());
+    if (nic.ok()) {
+      nics.push_back(std::move(*nic));
+      continue;
+    }
+    last = nic.status();
+    if (option.named || last.code() == Code::kConfig) return last;
+    left_out.push_back({.name = option.port, .away = last.sentence(), .left_out = true});
   }
+  if (nics.empty()) return last;
   return nics;
 }
 

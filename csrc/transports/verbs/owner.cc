@@ -16,6 +16,7 @@
 #include "base/clock.h"
 #include "base/host_identity.h"
 #include "base/sys.h"
+#include "transports/verbs/aside.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -28,6 +29,7 @@ constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completion
 constexpr ptrdiff_t kMostOfOne = kMostServed / 2;         // of one caller's: the others get in
 constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
+constexpr size_t kMostRefused = 64;
 
 }  // namespace
 
@@ -59,6 +61,12 @@ bool Owner::watch(size_t port) const {
   const auto opened = ports_.at(port);
   return sys::watch(epoll_.get(), opened->nic->events_fd(), EPOLLIN, port) &&
          (!opened->cm || sys::watch(epoll_.get(), opened->cm->events_fd(), EPOLLIN, ports_.size() + port));
+}
+
+/// Ports have other numbers now. What was left out is closed, and so no longer watched.
+void Owner::watch_again() const {
+  for (size_t port = 0; port < ports_.size(); ++port) unwatch(port);
+  for (size_t port = 0; port < ports_.size(); ++port) static_cast<void>(watch(port));
 }
 
 void Owner::unwatch(size_t port) const {
@@ -99,35 +107,67 @@ std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
 Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
   const size_t port = hello.owner_nic;
   if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that does not exist");
+  const auto opened = reserve(reader, port);
+  if (!opened.ok()) return opened.status();
+  Served served{reader.connection_id, reader.caller, port, nullptr};
+  Result<std::string> reply = connect(**opened, hello, served);  // the kernel may look for the peer for long
   std::lock_guard lock(mutex_);
+  admitting_.erase(std::find(admitting_.begin(), admitting_.end(), reader.caller));
+  if (!reply.ok()) {
+    refused_.push_back({reader.connection_id, port, reply.status()});
+    if (refused_.size() > kMostRefused) refused_.pop_front();
+    return reply;
+  }
   if (closed_) return Status::Unavailable("this worker is closed", {});
+  if ((*opened)->nic->gone()) return (*opened)->nic->check();
+  served_.push_back(std::move(served));
+  return reply;
+}
+
+Result<std::shared_ptr<const OpenPort>> Owner::reserve(ReaderId reader, size_t port) {
   const auto opened = ports_.at(port);
   if (!opened) return ports_.why_away(port);
   if (Status status = opened->nic->check(); !status.ok()) return status;
-  if (served_.size() >= kMostServed) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return Status::Unavailable("this worker is closed", {});
+  for (const Refused& refused : refused_) {
+    if (refused.connection_id == reader.connection_id && refused.port == port) return refused.why;
+  }
+  if (Status status = check_room(reader); !status.ok()) return status;
+  admitting_.push_back(reader.caller);
+  return opened;
+}
+
+Status Owner::check_room(ReaderId reader) const {
+  if (served_.size() + admitting_.size() >= kMostServed) {
     return Status::Unavailable("this worker serves " + std::to_string(kMostServed) + " queue pairs already",
                                "give readers fewer lanes (KVLINK_LANES)");
   }
   const auto is_callers = [reader](const Served& served) { return served.caller == reader.caller; };
-  if (std::count_if(served_.begin(), served_.end(), is_callers) >= kMostOfOne) {
+  if (std::count_if(served_.begin(), served_.end(), is_callers) +
+          std::count(admitting_.begin(), admitting_.end(), reader.caller) >=
+      kMostOfOne) {
     return Status::Unavailable("this worker serves " + std::to_string(kMostOfOne) +
                                    " queue pairs of this reader's process or host already",
                                "give readers fewer lanes (KVLINK_LANES)");
   }
-  Result<std::unique_ptr<Qp>> qp = Qp::create(opened->nic, *opened->cq, kServedWrs, 1);
+  return {};
+}
+
+Result<std::string> Owner::connect(const OpenPort& opened, const Hello& hello, Served& served) const {
+  Result<std::unique_ptr<Qp>> qp = Qp::create(opened.nic, *opened.cq, kServedWrs, 1);
   if (!qp.ok()) return qp.status();
-  if (opened->cm) {
-    CmReply reply = opened->cm->address();
+  served.qp = std::move(*qp);
+  if (opened.cm) {
+    CmReply reply = opened.cm->address();
     const std::string secret = random_bytes(reply.secret.size());
     std::copy(secret.begin(), secret.end(), reply.secret.begin());
-    served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp), false, reply.secret,
-                       now_ns() + kExpectedNs});
+    served.secret = reply.secret;
+    served.expected_ns = now_ns() + kExpectedNs;
     return reply.format();
   }
-  if (Status status = (*qp)->connect(hello.reader, timeouts_); !status.ok()) return status;
-  const Reply reply{(*qp)->address()};
-  served_.push_back({reader.connection_id, reader.caller, port, std::move(*qp)});
-  return reply.format();
+  if (Status status = served.qp->connect(hello.reader, timeouts_); !status.ok()) return status;
+  return Reply{served.qp->address()}.format();
 }
 
 void Owner::accept_caller(size_t port, CmCaller caller) {
@@ -146,15 +186,16 @@ void Owner::accept_caller(size_t port, CmCaller caller) {
 }
 
 bool Owner::fence(uint64_t connection_id) {
+  std::vector<Served> condemned;
   std::lock_guard lock(mutex_);
-  std::vector<Served> condemned =
+  condemned =
       take_out([connection_id](const Served& served) { return served.connection_id == connection_id; });
+  cut(condemned);
   const bool found = !condemned.empty();
-  cut(std::move(condemned));
   return found;
 }
 
-void Owner::cut(std::vector<Served> condemned) {
+void Owner::cut(std::span<Served> condemned) {
   tell(condemned, kCutNs);
   for (const Served& served : condemned) served.qp->halt();
 }
@@ -199,10 +240,24 @@ void Owner::probe_readers() {
   }
 }
 
-void Owner::drop_failed() {
+void Owner::take_failed() {
   const int64_t now = now_ns();
-  std::erase_if(served_, [now](const Served& served) {
+  std::vector<Served> failed = take_out([now](const Served& served) {
     return served.qp->failed() || (served.expected_ns != 0 && served.expected_ns < now);
+  });
+  for (Served& served : failed) ended_.push_back({ports_.at(served.port), std::move(served.qp)});
+}
+
+void Owner::drop_ended() {
+  if (is_running(dropping_)) return;
+  std::vector<Ended> ended;
+  {
+    std::lock_guard lock(mutex_);
+    ended = std::exchange(ended_, {});
+  }
+  if (ended.empty()) return;
+  dropping_ = aside([ended = std::move(ended)]() mutable {
+    const std::vector<Ended> ends_here = std::move(ended);  // the future keeps the job, and so its ports
   });
 }
 
@@ -227,18 +282,25 @@ void Owner::serve() {
     }
   }
   look_after_ports();
+  drop_ended();
   std::lock_guard lock(mutex_);
   take_answers({});
-  drop_failed();
+  take_failed();
   if (!ticked || now_ns() - probed_ns_ < kProbeNs) return;
   probed_ns_ = now_ns();
   probe_readers();
 }
 
 void Owner::close() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  cut(std::exchange(served_, {}));
+  std::vector<Served> served;
+  std::vector<Ended> ended;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    served = std::exchange(served_, {});
+    ended = std::exchange(ended_, {});
+    cut(served);
+  }
   for (size_t port = 0; port < ports_.size(); ++port) {
     const auto opened = ports_.at(port);
     if (opened && opened->cm) opened->cm->stop_listening();

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -29,6 +31,8 @@ class Owner {
   bool fence(uint64_t connection_id);
 
   int serve_fd() const { return epoll_.get(); }
+  /// To be called after ports were left out, before serve().
+  void watch_again() const;
   void serve();
   void close();
 
@@ -42,6 +46,18 @@ class Owner {
     int64_t expected_ns = 0;  // until when; 0: it is connected
   };
 
+  /// A port that did not connect to a reader, whose other lanes would take as long to fail.
+  struct Refused {
+    uint64_t connection_id;
+    size_t port;
+    Status why;
+  };
+  /// A queue pair and the port of whose queue it is.
+  struct Ended {
+    std::shared_ptr<const OpenPort> at;
+    std::unique_ptr<Qp> qp;
+  };
+
   Owner(Ports& ports, LivenessTimeouts timeouts);
   Status watch_all();
   bool watch(size_t port) const;
@@ -49,24 +65,34 @@ class Owner {
   void look_after_ports();
   void accept_caller(size_t port, CmCaller caller);
   void probe_readers();
+  /// Counts a reader as served while it connects. Returns the port.
+  Result<std::shared_ptr<const OpenPort>> reserve(ReaderId reader, size_t port);
+  Status check_room(ReaderId reader) const;
+  Result<std::string> connect(const OpenPort& opened, const Hello& hello, Served& served) const;
   template <typename Which>
   std::vector<Served> take_out(Which which);
   void take_answers(std::span<Served> leaving);
-  void drop_failed();
+  void take_failed();
+  /// Destroys what has ended aside: the driver of a dead device may take long.
+  void drop_ended();
   /// Breaks the readers' ends of these queue pairs, and waits at most `most_ns` until the readers know.
   void tell(std::span<Served> leaving, int64_t most_ns);
-  /// Tells the readers and destroys the queue pairs.
-  void cut(std::vector<Served> condemned);
+  /// Tells the readers and ends the queue pairs, which the caller destroys without the lock.
+  void cut(std::span<Served> condemned);
   /// Tells the readers of a port whose device goes. Returns the queue pairs to destroy.
   std::vector<std::unique_ptr<Qp>> dismiss(size_t port);
 
   Ports& ports_;
   const LivenessTimeouts timeouts_;
   UniqueFd epoll_, timer_;
-  int64_t probed_ns_;  // of the serving thread
+  int64_t probed_ns_;           // of the serving thread
+  std::future<void> dropping_;  // too
 
-  std::mutex mutex_;  // guards everything below
+  std::mutex mutex_;  // guards everything below; no call that may wait for a peer or a driver is under it
   std::vector<Served> served_;
+  std::vector<uint64_t> admitting_;  // callers of readers that connect now
+  std::deque<Refused> refused_;      // the latest
+  std::vector<Ended> ended_;
   bool closed_ = false;
 };
 

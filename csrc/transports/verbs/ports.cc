@@ -3,29 +3,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <system_error>
 #include <utility>
 
 #include "base/sys.h"
+#include "transports/verbs/aside.h"
 
 namespace kvlink::verbs {
 namespace {
-
-template <typename T>
-bool is_running(const std::future<T>& job) {
-  return job.valid() && job.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
-}
-
-/// Runs `job` on another thread. Returns an invalid future, and drops `job`, if no thread is available.
-template <typename Job>
-auto aside(Job job) -> std::future<decltype(job())> {
-  try {
-    return std::async(std::launch::async, std::move(job));
-  } catch (const std::system_error&) {
-    return {};
-  }
-}
 
 /// The rest of a port that goes. Queue pairs end before their completion queue.
 struct Leaving {
@@ -114,6 +98,7 @@ Result<size_t> Ports::register_everywhere(const MemoryRange& range, Rights right
     nics.push_back(opened->nic);
   }
   auto memory = Memory::register_everywhere(nics, kept.at, rights);
+  if (!memory.ok()) memory = register_one_by_one(kept.at, rights, memory.status());
   if (!memory.ok()) return memory.status();
   std::lock_guard lock(mutex_);
   ranges_.push_back(std::move(kept));
@@ -121,6 +106,35 @@ Result<size_t> Ports::register_everywhere(const MemoryRange& range, Rights right
     if (ports_[port].opened) ports_[port].opened->memory.push_back((*memory)[port]);
   }
   return ranges_.size() - 1;
+}
+
+/// REQUIRES that every port is open.
+Result<std::vector<std::shared_ptr<const Memory>>> Ports::register_one_by_one(const MemoryRange& range,
+                                                                              Rights rights,
+                                                                              Status why_not_all) {
+  std::vector<std::shared_ptr<const Memory>> all;
+  std::vector<PortState> left_out;
+  std::vector<Port> fit;
+  std::lock_guard lock(mutex_);
+  for (Port& port : ports_) {
+    auto made = Memory::register_everywhere(std::span(&port.opened->nic, 1), range, rights);
+    if (!made.ok() && port.place.named) return made.status();
+    if (made.ok()) {
+      all.push_back((*made).front());
+      fit.push_back({port.place, port.opened, port.address});
+    } else {
+      left_out.push_back({.name = port.address.name, .away = made.status().sentence(), .left_out = true});
+    }
+  }
+  if (all.empty()) return why_not_all;
+  ports_ = std::move(fit);
+  left_out_.insert(left_out_.end(), left_out.begin(), left_out.end());
+  return all;
+}
+
+std::vector<PortState> Ports::left_out() const {
+  std::lock_guard lock(mutex_);
+  return left_out_;
 }
 
 std::vector<LocalRegion> Ports::locals(size_t port) const {

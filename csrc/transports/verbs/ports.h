@@ -53,9 +53,11 @@ class Ports {
   /// Returns whether a thread is closing or reopening the port.
   bool busy(size_t port) const;
 
-  /// Registers memory at every port and returns its index. Refuses (kTransportUnavailable) memory that a port
-  /// cannot reach.
+  /// Registers memory at every port and returns its index. Ports that do not reach it, and that no user
+  /// named, are left out for good, unless none does. Else refuses it (kTransportUnavailable). To be called
+  /// before look().
   Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
+  std::vector<PortState> left_out() const;
   std::vector<LocalRegion> locals(size_t port) const;
   RemoteKey key(size_t region, Access access) const;
 
@@ -90,11 +92,14 @@ class Ports {
   static Result<std::shared_ptr<OpenPort>> reopen(const Open& open, const NicPlace& place,
                                                   const std::vector<Range>& ranges);
   Change settle(Port& port, int64_t now);
+  Result<std::vector<std::shared_ptr<const Memory>>> register_one_by_one(const MemoryRange& range,
+                                                                         Rights rights, Status why_not_all);
 
   const Open open_;
   mutable std::mutex mutex_;  // guards everything below
-  std::vector<Port> ports_;   // of which the number is constant
+  std::vector<Port> ports_;   // of which the number is constant once all is registered
   std::vector<Range> ranges_;
+  std::vector<PortState> left_out_;
   bool closed_ = false;
 };
 

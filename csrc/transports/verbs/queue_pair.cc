@@ -108,8 +108,14 @@ Result<std::unique_ptr<Qp>> Qp::create(std::shared_ptr<Nic> nic, const Cq& cq, u
 QpAddress Qp::address() const {
   const NicAddress at = nic_->address();
   const Nic::Limits& limits = nic_->limits();
-  return {qpn(),           psn_, at.lid, at.gid, static_cast<uint32_t>(nic_->mtu()), limits.reads_out,
-          limits.reads_in, ece()};
+  return {qpn(),
+          psn_,
+          at.lid,
+          at.gid,
+          static_cast<uint32_t>(std::min(nic_->mtu(), most_mtu_)),
+          limits.reads_out,
+          limits.reads_in,
+          ece()};
 }
 
 Ece Qp::ece() const {
@@ -130,7 +136,8 @@ Status Qp::connect(const QpAddress& peer, LivenessTimeouts timeouts) {
   const Nic::Limits& own = nic_->limits();
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RTR;
-  attributes.path_mtu = std::min(nic_->mtu(), static_cast<ibv_mtu>(peer.mtu));
+  path_mtu_ = std::min({nic_->mtu(), most_mtu_, static_cast<ibv_mtu>(peer.mtu)});
+  attributes.path_mtu = path_mtu_;
   attributes.dest_qp_num = peer.qpn;
   attributes.rq_psn = peer.psn;
   attributes.max_dest_rd_atomic = static_cast<uint8_t>(std::min(own.reads_in, peer.reads_out));

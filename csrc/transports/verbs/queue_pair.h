@@ -54,6 +54,10 @@ class Qp {
 
   /// Its ECE is an offer before connect(), and after it what both ends agreed on.
   QpAddress address() const;
+  /// To be called before address(): packets are not larger than this.
+  void set_most_mtu(ibv_mtu mtu) { most_mtu_ = mtu; }
+  /// Returns the bytes of its packets, as far as this end knows.
+  uint32_t packet_bytes() const { return 128u << path_mtu_; }
   /// Connects to the other end. Both ends use the smaller MTU and number of reads.
   Status connect(const QpAddress& peer, LivenessTimeouts timeouts);
   Status post(ibv_send_wr* first) const;
@@ -96,6 +100,7 @@ class Qp {
   std::shared_ptr<Nic> nic_;
   std::atomic<int> failed_{kNoEvent};
   uint32_t psn_ = 0;
+  ibv_mtu most_mtu_ = IBV_MTU_4096, path_mtu_ = IBV_MTU_4096;
   bool ece_refused_ = false;
   uint32_t peer_qpn_ = 0;
   Owned<ibv_qp> qp_;

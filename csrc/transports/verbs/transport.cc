@@ -56,8 +56,9 @@ class Region final : public MemoryRegion {
 class VerbsTransport final : public Transport {
  public:
   VerbsTransport(std::shared_ptr<Ports> ports, std::unique_ptr<Owner> owner, LivenessTimeouts timeouts,
-                 uint32_t qps_per_rail)
-      : ports_(std::move(ports)),
+                 uint32_t qps_per_rail, std::vector<PortState> unopened)
+      : unopened_(std::move(unopened)),
+        ports_(std::move(ports)),
         owner_(std::move(owner)),
         timeouts_(timeouts),
         qps_per_rail_(qps_per_rail) {}
@@ -66,11 +67,18 @@ class VerbsTransport final : public Transport {
   std::string address() const override { return ports_->address().format(); }
 
   const Capabilities& capabilities() const override { return capabilities_; }
-  std::vector<PortState> ports() const override { return ports_->states(); }
+  std::vector<PortState> ports() const override {
+    std::vector<PortState> all = ports_->states(), unregistered = ports_->left_out();
+    all.insert(all.end(), unopened_.begin(), unopened_.end());
+    std::move(unregistered.begin(), unregistered.end(), std::back_inserter(all));
+    return all;
+  }
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
+    const size_t num_ports = ports_->size();
     const auto region = ports_->register_everywhere(range, rights_of(access));
+    if (ports_->size() != num_ports) owner_->watch_again();
     if (!region.ok()) return region.status();
     if (access == Access::kLocal) return nullptr;
     return std::make_unique<Region>(ports_, *region, access);
@@ -93,6 +101,7 @@ class VerbsTransport final : public Transport {
   Result<std::unique_ptr<Endpoint>> open_lane(const Address& own, const Address& owner,
                                               const std::vector<Rail>& rails, const Rail& rail);
 
+  const std::vector<PortState> unopened_;
   const std::shared_ptr<Ports> ports_;
   const std::unique_ptr<Owner> owner_;
   const LivenessTimeouts timeouts_;
@@ -122,8 +131,10 @@ Result<std::unique_ptr<Endpoint>> VerbsTransport::open_lane(const Address& own, 
   const auto opened = ports_->at(rail.local);
   if (!opened) return ports_->why_away(rail.local);
   if (Status status = opened->nic->check(); !status.ok()) return status;
-  const std::string path = path_of(own.nics[rail.local], owner.nics[rail.remote], rail, rails);
-  return open_endpoint(opened->nic, opened->cm, {rail.remote, path, rail.mbps / rails.front().mbps},
+  const NicAddress& there = owner.nics[rail.remote];
+  const std::string path = path_of(own.nics[rail.local], there, rail, rails);
+  return open_endpoint(opened->nic, opened->cm,
+                       {rail.remote, path, rail.mbps / rails.front().mbps, there.gid},
                        ports_->locals(rail.local), timeouts_);
 }
 
@@ -173,7 +184,8 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   if (!timeouts.ok()) return timeouts.status();
   const auto api = verbs::api();
   if (!api.ok()) return api.status();
-  auto nics = verbs::open_nics(**api, options.nics, *manner);
+  std::vector<PortState> left_out;
+  auto nics = verbs::open_nics(**api, options.nics, *manner, left_out);
   if (!nics.ok()) return nics.status();
   auto ports =
       verbs::Ports::make(std::move(*nics), [manner = *manner, &api = **api](const verbs::NicPlace& place) {
@@ -183,7 +195,7 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options) {
   auto owner = verbs::Owner::make(**ports, *timeouts);
   if (!owner.ok()) return owner.status();
   return std::make_unique<verbs::VerbsTransport>(std::move(*ports), std::move(*owner), *timeouts,
-                                                 options.rdma.qps_per_rail);
+                                                 options.rdma.qps_per_rail, std::move(left_out));
 }
 
 }  // namespace kvlink

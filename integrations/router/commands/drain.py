@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink drain` takes a server out of a router's turn, or lets workers drain, and waits until they may end."""
+"""`kvlink drain` takes a server out of a router's rotation, or lets workers drain, and waits until they may end."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvlink.cli.checks import Json
 from kvlink.cli.examples import examples_of
-from kvlink.cli.json_option import Json
 from kvlink.cli.tables import print_json
-from kvlink.errors import ConfigError, KVLinkError
+from kvlink.control import AgentClients, CoordinatorClient
+from kvlink.control.values import WorkerEpoch
+from kvlink.errors import ConfigError, CoordinatorUnavailable, KVLinkError, UnknownRequest
+from kvlink.hardware.host_identity import this_host
+from kvlink.runtime.background import ControlThread
+from kvlink.types import HostIdentity, WorkerCard
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -48,7 +56,7 @@ def drain(
         str, typer.Option(help="Find workers at this coordinator. The default is KVLINK_COORDINATOR.")
     ] = "",
     notice_s: Annotated[
-        float, typer.Option(min=0, help="Wait at least this many seconds, in which routers notice.")
+        float, typer.Option(min=0, help="Wait at least this many seconds, so that routers notice.")
     ] = 0.0,
     grace_s: Annotated[
         float, typer.Option(min=0, help="Wait at most this many seconds for running requests and offers.")
@@ -61,7 +69,7 @@ def drain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Take a server out of a router's turn, or let workers drain, and wait until they may end.
+    """Take a server out of a router's rotation, or let workers drain, and wait until they may end.
 
     Then end the server: it may exit without a request being lost. The exit status is 1 if requests still run, or offers
     still wait for their readers, after --grace-s. They go on.
@@ -109,8 +117,6 @@ def _drain_workers(worker: str, process: int, coordinator: str, notice_s: float,
     from kvlink.cli.status import address_of
     from kvlink.runtime.background import ControlThread
 
-    from .drain_workers import draining, worker_named, workers_of
-
     address = address_of(coordinator)
     find = worker_named(address, worker) if worker else workers_of(address, process)
     cards = ControlThread.shared().run(find)
@@ -142,3 +148,70 @@ def _of(rows: list[Row], server: str) -> list[Row]:
     if not found:
         raise ConfigError(f"the router does not know {server}")
     return found
+
+
+async def worker_named(coordinator: str, worker_id: str) -> list[WorkerCard]:
+    """Returns the card of a worker. Raises UnknownRequest, CoordinatorUnavailable."""
+    async with CoordinatorClient(coordinator) as client:
+        return [await client.worker(worker_id)]
+
+
+async def workers_of(coordinator: str, process: int) -> list[WorkerCard]:
+    """Returns the cards of the workers in a process of this host, or container, and in those that it started."""
+    async with CoordinatorClient(coordinator) as client:
+        cards = await client.workers()
+    return [card for card in cards if is_here(card.host, this_host()) and is_within(card.host.pid, process)]
+
+
+def is_here(host: HostIdentity, here: HostIdentity) -> bool:
+    """Returns whether a worker's process number means the same process here."""
+    return bool(here.boot_id and here.pid_namespace) and (host.boot_id, host.pid_namespace) == (
+        here.boot_id,
+        here.pid_namespace,
+    )
+
+
+def parent_of(pid: int) -> int:
+    """Returns the number of a process's parent, or 0 if the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def is_within(pid: int, process: int, parent: Callable[[int], int] = parent_of) -> bool:
+    """Returns whether `pid` is `process` or was started by it."""
+    while pid > 0 and pid != process:
+        pid = parent(pid)
+    return pid == process
+
+
+@contextmanager
+def draining(cards: list[WorkerCard]) -> Iterator[Callable[[], list[Row]]]:
+    """Yields a function that lets the workers drain, and returns a row of each with the offers that are left."""
+    control = ControlThread.shared()
+    agents = control.run(_made())
+    seen: set[str] = set()
+
+    async def look(card: WorkerCard) -> Row:
+        row = {"role": "worker", "server": card.worker_id, "state": "draining", "running": 0}
+        try:
+            row["running"] = await agents[card.agent].drain(WorkerEpoch(card.worker_id, card.epoch))
+        except (CoordinatorUnavailable, UnknownRequest):
+            if card.worker_id not in seen:
+                raise
+            row["state"] = "ended"
+        seen.add(card.worker_id)
+        return row
+
+    async def look_at_all() -> list[Row]:
+        return list(await asyncio.gather(*map(look, cards)))
+
+    try:
+        yield lambda: control.run(look_at_all())
+    finally:
+        control.run(agents.close())
+
+
+async def _made() -> AgentClients:
+    return AgentClients()

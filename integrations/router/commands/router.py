@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvlink.cli.checks import ReadyJson, print_ready
 from kvlink.cli.examples import examples_of
-from kvlink.cli.json_option import ReadyJson, print_ready
 from kvlink.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

@@ -27,8 +27,7 @@ from ..prefill.announcements import Announcements
 from ..wire.boundary import is_name, mismatch
 from ..wire.handoff import KEY, Handoff, RankInfo
 from ..wire.step_commands import Load, StepCommands
-from .prefix_lookups import PrefixLookups
-from .prefixes import prefix_digests
+from .prefix_lookups import PrefixLookups, prefix_digests
 
 _log = logging.getLogger("vllm.kvlink")
 

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 
 from kvlink.control import CoordinatorClient
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.prefix_values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery
-from kvlink.control.values import WorkerEpoch
+from kvlink.control.values import KEY_BYTES, FoundPrefix, Prefix, PrefixQuery, WorkerEpoch
 from kvlink.errors import KVLinkError
 from kvlink.runtime.background import ControlThread
 

@@ -25,8 +25,7 @@ from ..wire.handoff import KEY, Handoff, RankInfo
 from ..wire.handoff_parts import STREAM, Part
 from ..wire.step_commands import Load, StepCommands
 from ..wire.traces import trace_of
-from .remote_leases import RemoteLeases
-from .shared_leases import SharedLeases
+from .remote_leases import RemoteLeases, SharedLeases
 
 _log = logging.getLogger("vllm.kvlink")
 

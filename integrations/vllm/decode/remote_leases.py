@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvlink.control import AgentClients, Renewal, SettleOrder
 from kvlink.errors import KVLinkError, UnknownRequest
@@ -20,7 +22,101 @@ from kvlink.ticket import LeaseSeat
 
 from ...request_names import printable
 from ..wire.handoff import Handoff, Owner
-from .renewals import LONGEST_S, Renewals, Seat
+
+STILL_S = 10.0
+"""The least time without progress after which renewals stop. It is a lease's time if that is longer.
+
+A step may take long: the first one of several ranks compiles, and a long prompt computes for seconds on a CPU.
+"""
+LONGEST_S = 600.0
+"""The longest time that a request's lease is renewed. The clients of OpenAI's libraries give up by then."""
+
+Seat = tuple[int, int]
+"""The slot of a seat and its settle nonce."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    handoff: Handoff
+    since: float
+    due: float
+    loading: bool = False
+    let_go: bool = False
+
+
+class Renewals:
+    """The handoffs of requests that wait here. `now` is the time of the first one's clock, and never goes back.
+
+    Progress is a step that computes tokens or asks for waiting requests. A paused engine makes such steps only for
+    requests that it still answers, although it may step for another reason: handoffs of its own that others read. For
+    a load that was started every step is progress, because steps take its result.
+
+    So a lease outlives the last progress by two of its own lengths, or by 10 s and one length if that is more.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._watched: dict[str, _Watched] = {}
+        self._stepped = self._advanced = now
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def watch(self, request_id: str, handoff: Handoff, now: float) -> None:
+        """Renews from now on. The first time is due at once."""
+        self._watched[request_id] = _Watched(handoff, now, due=now)
+
+    def forget(self, request_id: str) -> None:
+        """Stops renewing: the request is being read, or will not be. Idempotent."""
+        self._watched.pop(request_id, None)
+
+    def stepped(self, now: float, *, advanced: bool) -> None:
+        """Notes a step of the engine; `advanced`: it computes tokens, or asked for requests that wait."""
+        self._stepped = now
+        if advanced:
+            self._advanced = now
+
+    def loading(self, request_id: str) -> None:
+        """Notes that the workers load the request."""
+        if (watched := self._watched.get(request_id)) is not None:
+            watched.loading = True
+
+    def has_let_go(self, request_id: str) -> bool:
+        """Returns whether its renewals have stopped, so that the lease has ended or soon will."""
+        return (watched := self._watched.get(request_id)) is not None and watched.let_go
+
+    def still_s(self, now: float) -> float:
+        """Returns how long ago the engine made progress."""
+        return now - self._advanced
+
+    def let_go(self, now: float) -> list[str]:
+        """Stops what is due and has no reader that makes progress. Returns the ids of these requests."""
+        stopped = [
+            request_id
+            for request_id, watched in list(self._watched.items())
+            if not watched.let_go and watched.due <= now and not self._progresses(watched, now)
+        ]
+        for request_id in stopped:
+            if (watched := self._watched.get(request_id)) is not None:  # another thread forgets
+                watched.let_go = True
+        return stopped
+
+    def due(self, now: float) -> dict[Owner, list[Seat]]:
+        """Returns what to renew now, by owner. It is due again after a third of its lease."""
+        seats: dict[Owner, dict[Seat, None]] = defaultdict(dict)
+        for watched in list(self._watched.values()):
+            if watched.let_go or watched.due > now:
+                continue
+            watched.due = now + watched.handoff.ttl_s / 3
+            mine = dict.fromkeys((seat.slot, seat.settle_nonce) for seat in watched.handoff.seats)
+            for owner in watched.handoff.owners:
+                seats[owner].update(mine)
+        return {owner: list(theirs) for owner, theirs in seats.items()}
+
+    def _progresses(self, watched: _Watched, now: float) -> bool:
+        last = max(self._stepped if watched.loading else self._advanced, watched.since)
+        patience_s = max(watched.handoff.ttl_s, STILL_S)
+        return now - last <= patience_s and now - watched.since <= LONGEST_S
+
 
 _log = logging.getLogger("vllm.kvlink")
 
@@ -148,3 +244,90 @@ class RemoteLeases:
             return
         except KVLinkError as error:
             _log.warning("lease not released request=%s error=%.300r", printable(handoff.request_id), error)
+
+
+_SPENT = 4096
+
+Key = tuple[str, int, int, int]
+"""Identifies a lease: worker, epoch, slot and nonce of a handoff's first seat."""
+
+
+def key_of(handoff: Handoff) -> Key:
+    """Returns the key of a handoff's lease."""
+    owner, seat = handoff.owners[0], handoff.seats[0]
+    return owner.worker_id, owner.epoch, seat.slot, seat.settle_nonce
+
+
+@dataclass(slots=True)
+class _Shared:
+    live: set[str] = field(default_factory=set)
+    settled_by: str = ""
+    """The request whose load ends the lease: it was alone when the load began."""
+    read: bool = False
+
+
+class SharedLeases:
+    """The requests under each lease, and the leases that this server has ended."""
+
+    def __init__(self) -> None:
+        self._shared: dict[Key, _Shared] = {}
+        self._spent: dict[Key, bool] = {}  # whether a load was begun under it
+
+    def join(self, handoff: Handoff, request_id: str) -> None:
+        """Adds a request that came with this handoff."""
+        self._shared.setdefault(key_of(handoff), _Shared()).live.add(request_id)
+
+    def are_there(self, handoff: Handoff) -> bool:
+        """Returns whether a request is under this lease."""
+        return key_of(handoff) in self._shared
+
+    def is_spent(self, handoff: Handoff) -> bool:
+        """Returns whether this server has ended the lease, so that nothing can be read under it."""
+        return key_of(handoff) in self._spent
+
+    def was_used(self, handoff: Handoff) -> bool:
+        """Returns whether this server has ended the lease after a load, well or not."""
+        return self._spent.get(key_of(handoff), False)
+
+    def must_wait(self, handoff: Handoff, request_id: str) -> bool:
+        """Returns whether another request's load will end the lease, which would make this one's stale."""
+        shared = self._shared.get(key_of(handoff))
+        return shared is not None and shared.settled_by not in ("", request_id)
+
+    def settles(self, handoff: Handoff, request_id: str) -> bool:
+        """Returns whether a load that begins now ends the lease, because no other request is under it."""
+        shared = self._shared[key_of(handoff)]
+        if shared.live != {request_id}:
+            return False
+        shared.settled_by = request_id
+        return True
+
+    def has_read(self, handoff: Handoff) -> None:
+        """Records that a load under this lease succeeded."""
+        if (shared := self._shared.get(key_of(handoff))) is not None:
+            shared.read = True
+
+    def was_read(self, handoff: Handoff) -> bool:
+        """Returns whether a load of the requests under this lease succeeded."""
+        shared = self._shared.get(key_of(handoff))
+        return shared is not None and shared.read
+
+    def leave(self, handoff: Handoff, request_id: str) -> bool:
+        """Removes a request. Returns whether it was the last under its lease; False if it was not under it."""
+        key = key_of(handoff)
+        shared = self._shared.get(key)
+        if shared is None or request_id not in shared.live:
+            return False
+        shared.live.discard(request_id)
+        if shared.settled_by == request_id:
+            shared.settled_by = ""
+        if shared.live:
+            return False
+        del self._shared[key]
+        return True
+
+    def spend(self, handoff: Handoff, *, used: bool) -> None:
+        """Records that the lease ends. `used` says that a load was begun under it."""
+        self._spent[key_of(handoff)] = used
+        while len(self._spent) > _SPENT:
+            del self._spent[next(iter(self._spent))]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -11,6 +13,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 from vllm.distributed.ec_transfer.ec_connector.encoder_output_width import get_encoder_output_width
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.distributed.ec_transfer.ec_connector.utils import (
     PlaceholderMetadataResolver,
     collect_ec_item_metadata,
@@ -28,7 +31,8 @@ from .items import KEY
 from .model_format import check_supported, format_of
 from .scheduler import EncoderScheduler
 from .settings import EncoderSettings
-from .stats import KVLinkEncoderMetrics, KVLinkEncoderStats
+
+_log = logging.getLogger("vllm.kvlink")
 
 
 class KVLinkEncoderMetadata(ECConnectorMetadata):  # type: ignore[misc]
@@ -185,3 +189,50 @@ class KVLinkEncoderConnector(ECConnectorBase):  # type: ignore[misc]
             return False
         sizes = self._metadata.fields_for(feature.modality)
         return any(value.data is not None for name, value in feature.data.items() if name not in sizes)
+
+
+class KVLinkEncoderStats(ECConnectorStats):  # type: ignore[misc]
+    """The statistics. `data` has the counts by result."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Clears the statistics."""
+        self.data = {}
+
+    def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
+        """Adds those of a later step."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the values of the log line."""
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing was counted."""
+        return not self.data
+
+
+class KVLinkEncoderMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
+    """The Prometheus metrics, with labels for each engine of the process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._items = self._counter_cls(
+            name="vllm:kvlink_encoder_items_total",
+            documentation="Encoder outputs that were offered or pulled, by what became of them.",
+            labelnames=[*labelnames, "result"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds the counts of `KVLinkEncoderStats.data`."""
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for result, count in transfer_stats_data.items():
+            self._items.labels(*labels, result).inc(count)

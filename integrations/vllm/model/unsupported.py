@@ -49,7 +49,7 @@ def check_bidirectional(vllm_config: Any, kv_cache_config: Any) -> None:
         why = 'answers are evicted all the time; set "kv_load_failure_policy": "recompute"'
     elif len(groups) != 1 or not all(isinstance(spec, FullAttentionSpec) for spec in specs):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-        why = f"it serves models whose layers all read all tokens, and not {len(groups)} cache groups of {kinds}"
+        why = f"it serves models with full attention in every layer, and not {len(groups)} cache groups of {kinds}"
     elif getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         why = "vLLM clears blocks of this model before the connector can end their offers"
     else:

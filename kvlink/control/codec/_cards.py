@@ -7,8 +7,8 @@ import zlib
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single, check
-from kvlink.control.codec._memoized import Memoized
 from kvlink.control.codec._wire import (
+    Memoized,
     by_name,
     check_name,
     check_opaque,

@@ -5,8 +5,15 @@ from __future__ import annotations
 
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated, Single
-from kvlink.control.codec._memoized import Memoized
-from kvlink.control.codec._wire import by_name, check_name, check_printable, check_within, codec, nothing
+from kvlink.control.codec._wire import (
+    Memoized,
+    by_name,
+    check_name,
+    check_printable,
+    check_within,
+    codec,
+    nothing,
+)
 from kvlink.control.overview import (
     MAX_LINKS,
     MAX_REASON_BYTES,

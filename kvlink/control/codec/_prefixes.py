@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvlink.control import limits
 from kvlink.control.codec._bounds import Bounds, Repeated
 from kvlink.control.codec._wire import Codec, by_name, check_name, check_within, codec
-from kvlink.control.prefix_values import (
+from kvlink.control.values import (
     KEY_BYTES,
     SCOPE_BYTES,
     FoundPrefix,

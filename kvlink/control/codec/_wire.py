@@ -198,3 +198,25 @@ def check_opaque(field: str, *blobs: bytes | str) -> None:
 def check_within(field: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # also refuses NaN
         raise ConfigError(f"{field} is {value:g}, and must be {least:g} to {most:g}")
+
+
+class Memoized(Generic[T, R]):
+    """Calls `make` once per value. Values are compared by identity, because comparing large ones is expensive.
+
+    Keeps the last `most` values and their results. Callers must not change a result.
+    """
+
+    def __init__(self, make: Callable[[T], R], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._made: dict[int, tuple[T, R]] = {}
+
+    def __call__(self, value: T) -> R:
+        """Returns the result for `value`. An exception of `make` is raised again at every call."""
+        known = self._made.get(id(value))
+        if known is None:
+            known = value, self._make(value)
+            if len(self._made) >= self._most:
+                self._made.pop(next(iter(self._made)), None)
+            self._made[id(value)] = known
+        return known[1]

@@ -24,13 +24,34 @@ from kvlink.control.rpc.admission import Admission, refuse
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
 from kvlink.control.rpc.peer_address import serving
-from kvlink.control.rpc.turns import Turns
-from kvlink.control.security import MEMBER, Caller, Gate, Security, incarnation_of, set_caller
+from kvlink.control.security import MEMBER, Caller, Gate, Security, caller, incarnation_of, set_caller
 from kvlink.control.security.tokens import bearer
 from kvlink.errors import ConfigError
 from kvlink.runtime.background import close_with_loop
 from kvlink.runtime.forks import use_grpc
 from kvlink.runtime.supervised import start_awaited
+
+T = TypeVar("T")
+
+_SHORT_BYTES = 4_096
+"""Whatever a message of this size holds is decoded in less than a millisecond."""
+
+
+class Turns:
+    """Decodes the messages of a server. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        """By tenant."""
+
+    async def decode(self, codec: Codec[T], blob: bytes) -> T:
+        """Decodes a message of the running call. Before a long one, all others have a turn of the loop."""
+        if len(blob) <= _SHORT_BYTES:
+            return codec.decode(blob)
+        async with self._locks.setdefault(caller().tenant, asyncio.Lock()):
+            await asyncio.sleep(0)
+            return codec.decode(blob)
+
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -249,8 +270,8 @@ class GrpcServer:
         self.counts.refused(method.name, refused.reason.name)
         if refused.reason is Reason.DENIED:
             self._denials.note(method.path, context.peer(), refused.sentence)
-        if refused.reason is Reason.FAILED and (unsaid := self.failures.take()) is not None:
-            _log.error("%s failed request=%s unsaid=%d", method.path, request_id, unsaid, exc_info=error)
+        if refused.reason is Reason.FAILED and (more := self.failures.take()) is not None:
+            _log.error("%s failed request=%s suppressed=%d", method.path, request_id, more, exc_info=error)
         forget_frames(error)
         refuse(context, refused.reason, refused.sentence[:_MAX_SENTENCE])
 

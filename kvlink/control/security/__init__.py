@@ -14,8 +14,7 @@ from kvlink.control.security.callers import (
     is_caller,
     set_caller,
 )
-from kvlink.control.security.keys import Keyring, TlsFiles
-from kvlink.control.security.names import COORDINATOR, tenant_name
+from kvlink.control.security.keys import COORDINATOR, Keyring, TlsFiles, tenant_name
 from kvlink.control.security.policy import Security, Trust
 from kvlink.control.security.tenants import TenantsFile
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvlink.control.refusal import Reason, Refused
-from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
+from kvlink.control.security.keys import COORDINATOR, listed, tenant_name, tenants_in
 
 EVERY_TENANT = "*"
 MEMBER = "kvlink-member"

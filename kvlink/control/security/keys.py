@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,33 @@ from typing import Any, NamedTuple
 from kvlink.control.security.own_file import mode_of
 from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.errors import ConfigError
+
+COORDINATOR = "coordinator.kvlink.internal"
+"""Every coordinator's certificate has this DNS name, and no other certificate has it."""
+_OF_TENANT = ".tenant.kvlink.internal"
+_TENANT = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+
+
+def tenant_name(tenant: str) -> str:
+    """Returns the DNS name in the certificates of a tenant's workers. Raises ConfigError if it is not a DNS label."""
+    if not _TENANT.fullmatch(tenant):
+        raise ConfigError(
+            f"{tenant!r} is not a valid tenant: use 1 to 63 of a-z, 0-9 and -, without - at either end"
+        )
+    return tenant + _OF_TENANT
+
+
+def tenants_in(names: Iterable[str]) -> list[str]:
+    """Returns the tenants that the names in a certificate state."""
+    stated = [name.removesuffix(_OF_TENANT) for name in names if name.endswith(_OF_TENANT)]
+    return [tenant for tenant in dict.fromkeys(stated) if _TENANT.fullmatch(tenant)]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Joins and shortens the names in a certificate for an error text."""
+    shown = [name[:80] for name in names]
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "") or "no name"
+
 
 _HANDSHAKE_STEPS = 8
 """TLS 1.3 needs three steps; the rest is slack."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -15,11 +16,19 @@ import grpc.aio
 
 from kvlink.config import WorkerConfig
 from kvlink.config.addresses import is_loopback, plain_host
-from kvlink.control.security import advice
 from kvlink.control.security.callers import Gate, coordinator_gate
 from kvlink.control.security.host_tokens import HostTokens, Prover, Verifier, host_tokens
-from kvlink.control.security.keys import Keyring, Keys, TlsFiles, keyring
-from kvlink.control.security.names import COORDINATOR, listed, tenant_name, tenants_in
+from kvlink.control.security.keys import (
+    COORDINATOR,
+    Keyring,
+    Keys,
+    TlsFiles,
+    expiry,
+    keyring,
+    listed,
+    tenant_name,
+    tenants_in,
+)
 from kvlink.control.security.reloading_channel import Options, ProvingChannel, ReloadingChannel
 from kvlink.control.security.tenants import TenantsFile
 from kvlink.control.security.tokens import TokenFile, token_file
@@ -210,22 +219,65 @@ class Trust:
         def version() -> tuple[Keys, str]:
             return ring.current(), tokens.current() if tokens else ""
 
-        def credentials() -> grpc.ChannelCredentials:
+        def connect() -> grpc.aio.Channel:
             keys, token = version()
-            tls = grpc.ssl_channel_credentials(keys.ca, keys.key, keys.cert)
-            if not token:
-                return tls
-            return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(token))
+            trusted = grpc.ssl_channel_credentials(keys.ca, keys.key, keys.cert)
+            if token:
+                call = grpc.access_token_call_credentials(token)
+                trusted = grpc.composite_channel_credentials(trusted, call)
+            return grpc.aio.secure_channel(address, trusted, options=[*options, *checks])
 
-        return ReloadingChannel(address, [*options, *checks], version, credentials)
+        return ReloadingChannel(version, connect)
 
     def advice(self, sentence: str) -> str:
         """Returns advice for a call that failed with gRPC's `sentence`, or "" if it does not point at trust."""
         ring = self.security.keyring
         if ring is None:
-            return advice.for_plaintext(sentence)
-        return advice.for_tls(sentence, ring.current(), self.wanted)
+            return _for_plaintext(sentence)
+        return _for_tls(sentence, ring.current(), self.wanted)
 
 
 def _certificates(ca: bytes, cert: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+
+_TRY = "(KVLINK_TLS_CA, KVLINK_TLS_CERT, KVLINK_TLS_KEY; `kvlink certs` makes them for development)"
+
+_HUNG_UP = ("ocket closed", "reset", "TSI_DATA_CORRUPTED")
+"""gRPC's own servers close the connection silently. Go servers such as etcd send an alert that gRPC cannot read."""
+
+
+def _for_plaintext(sentence: str) -> str:
+    """Returns advice for a client without certificates, or "" if the error does not point at TLS."""
+    if "failed to connect" in sentence and "ocket closed" in sentence:
+        return f"It closed the connection at once. If it requires TLS, give this process certificates {_TRY}"
+    return ""
+
+
+def _for_tls(sentence: str, keys: Keys, wanted: str) -> str:
+    """Returns advice for a client with certificates, or "" if the error does not point at TLS.
+
+    `wanted` is the name that the server's certificate must have.
+    """
+    own = f"this process's certificate ({listed(keys.names)}; {expiry(keys.expires_at)})"
+    if "WRONG_VERSION_NUMBER" in sentence:
+        return f"It speaks plaintext and this process TLS: give it certificates {_TRY}, or unset them for this process"
+    if "certificate has expired" in sentence:
+        return "Its certificate has expired: renew it (for development: `kvlink certs --renew`)"
+    if "CERTIFICATE_VERIFY_FAILED" in sentence:
+        return "Its certificate was not issued by a CA in this process's KVLINK_TLS_CA: give both the same CA"
+    if "Hostname Verification" in sentence or "Peer name" in sentence:  # gRPC 1.85, 1.71
+        return f"Its certificate lacks the name {wanted}: check the address, or issue a certificate with that name"
+    if "call host does not match" in sentence:
+        return (
+            "Its certificate does not have the host name of its address: issue one with that name or address, or check "
+            "only roles and tenants (KVLINK_TLS_HOSTS=0)"
+        )
+    if "failed to connect" in sentence and any(sign in sentence for sign in _HUNG_UP):
+        if keys.expires_at < time.time():
+            return f"It closed the connection: {own} has expired; renew it (for development: `kvlink certs --renew`)"
+        return (
+            f"It closed the connection during the handshake: it does not trust {own}. Give both the same CA "
+            "(KVLINK_TLS_CA)"
+        )
+    return ""

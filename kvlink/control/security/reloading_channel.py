@@ -182,22 +182,14 @@ class _Connection:
 class ReloadingChannel:
     """Implements the part of grpc.aio.Channel that kvlink uses. Belongs to the event loop it is used on.
 
-    It calls `version()` for every call, and reconnects with new `credentials()` when the version has changed.
+    It calls `version()` for every call, and `connect()` for another channel when the version has changed.
     """
 
-    def __init__(
-        self,
-        address: str,
-        options: Options,
-        version: Callable[[], object],
-        credentials: Callable[[], grpc.ChannelCredentials],
-    ) -> None:
-        self._address = address
-        self._options = options
+    def __init__(self, version: Callable[[], object], connect: Callable[[], Any]) -> None:
         self._version = version
-        self._credentials = credentials
+        self._connect = connect
         self._made_of = version()
-        self._connections = [self._connect()]
+        self._connections = [_Connection(connect())]
 
     def unary_unary(self, path: str) -> Callable[..., Any]:
         """Implements the method of grpc.aio.Channel."""
@@ -222,8 +214,5 @@ class ReloadingChannel:
             self._made_of = version
             self._connections[-1].retire()
             self._connections = [each for each in self._connections if not each.is_closed()]
-            self._connections.append(self._connect())
+            self._connections.append(_Connection(self._connect()))
         return self._connections[-1].start(kind, path, *request, **rest)
-
-    def _connect(self) -> _Connection:
-        return _Connection(grpc.aio.secure_channel(self._address, self._credentials(), options=self._options))

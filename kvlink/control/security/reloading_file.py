@@ -29,7 +29,7 @@ class ReloadingFile(Generic[T]):
     def __init__(
         self, files: Sequence[Path], read: Callable[[], T], look_every_s: float = LOOK_EVERY_S
     ) -> None:
-        """Raises ConfigError like `read`, and for files that cannot be accessed."""
+        """Raises ConfigError like `read`, which says so if a file cannot be accessed."""
         self._files = files
         self._read = read
         self._look_every_s = look_every_s
@@ -67,9 +67,9 @@ class ReloadingFile(Generic[T]):
         _log.info("loaded the changed files: %r", self)
 
 
-def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+def _signature(files: Sequence[Path]) -> list[tuple[int, int, int]] | None:
     try:
         found = [path.stat() for path in files]
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    except OSError:
+        return None  # `read` says what is wrong, and which setting names the file
     return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]

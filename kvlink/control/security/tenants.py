@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kvlink.control.refusal import Reason, Refused
 from kvlink.control.security.callers import EVERY_TENANT, Caller, Role, check_right
-from kvlink.control.security.names import listed, tenant_name
+from kvlink.control.security.keys import listed, tenant_name
 from kvlink.control.security.own_file import mode_of
 from kvlink.control.security.reloading_file import LOOK_EVERY_S, ReloadingFile
 from kvlink.control.security.tokens import digest

@@ -60,7 +60,10 @@ class Store(Protocol):
         """
 
     def give_back(self, claim: Claim) -> None:
-        """Makes the tickets of an answered claim available again if its reader did not take them. Never raises."""
+        """Makes the tickets of a claim that was answered or cancelled available again if its reader did not take them.
+
+        Never raises.
+        """
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
         """Forwards an order to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""

@@ -33,8 +33,9 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
         self.due = due
-        in_s = max(0.0, due - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(in_s, guarded("store timer", self._wake))
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(0.0, due - self._clock())
+        self._timer = loop.call_at(at, guarded("store timer", self._wake), at)
 
     def close(self) -> None:
         """Ends the calls for good. Closing again has no effect."""
@@ -42,9 +43,8 @@ class Alarm:
             self._timer.cancel()
         self.due = -math.inf
 
-    def _wake(self) -> None:
-        assert self._timer is not None
-        late_s = asyncio.get_running_loop().time() - self._timer.when()
+    def _wake(self, at: float) -> None:
+        late_s = asyncio.get_running_loop().time() - at
         self.due = math.inf
         try:
             due = self._ring(late_s)

@@ -66,7 +66,9 @@ class Members:
         card_bytes = self.card_bytes + num_bytes(card) - (num_bytes(before) if before else 0)
         if card_bytes > self._limits.card_bytes:
             raise refusals.too_large_cards(card, self._limits.card_bytes)
-        epoch = grant(self._incarnations.get(card.worker_id), card, rejoin)
+        last = self._incarnations.get(card.worker_id)
+        epoch = grant(last, card, rejoin)
+        assert last is None or epoch > last.epoch or (epoch, card.incarnation) == last[:2]
         card = replace(card, epoch=epoch)
         self.card_bytes = card_bytes
         self._cards[card.worker_id] = card
@@ -151,4 +153,5 @@ class Members:
         self._excused.discard(worker_id)
         card = self._cards.pop(worker_id)
         self.card_bytes -= num_bytes(card)
+        assert (self.card_bytes > 0) == bool(self._cards)
         return WorkerChange(Joined.DOWN, card)

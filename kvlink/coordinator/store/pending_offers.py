@@ -211,6 +211,7 @@ class PendingOffers(Generic[W]):
         if not request.tickets:
             request.tickets = [ranks[rank].ticket for rank in range(request.num_ranks)]
         tickets = request.tickets
+        assert len(ranks) == request.num_ranks == len(tickets)
         request.served.add(reader)
         request.claim_ids.add(claim_id)
         self.num_claimed += 1
@@ -254,6 +255,7 @@ class PendingOffers(Generic[W]):
         if isinstance(self._ended.pop(request_id, None), _Claimed):
             self._claimed_bytes -= self._claimed.pop(request_id)
             self._claimed_until.discard(request_id)
+            assert self._claimed_bytes >= 0
 
     def _make_room(self) -> None:
         """Drops the oldest claimed tickets, kept for repeated claims, if unclaimed tickets need their room."""
@@ -267,6 +269,7 @@ class PendingOffers(Generic[W]):
             self._tickets.discard((request_id, rank))
             self._dropped.pop((request_id, rank), None)
             self._forget_owner(worker_id, (request_id, rank))
+        assert self._ticket_bytes >= 0 <= self.num_tickets
 
     def _prune(self, request_id: str, request: _Request) -> None:
         if not request.ranks:

@@ -50,6 +50,7 @@ class WaitingClaims(Generic[W]):
             del waiters[waiter]
             if not waiters:
                 del self._by_request[claim.request_id]
+        assert len(self._by_request) <= len(self._claims)
         return claim
 
     def of(self, request_id: str) -> list[W]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.driver import Kind
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlink.config.nic_options import Way
+from kvlink.config.rdma_config import Way
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware.gpudirect.decision import Decision, Facts, decide
 from kvlink.hardware.gpudirect.driver import Allocation, Driver, Gpu, Ordering

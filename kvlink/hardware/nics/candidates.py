@@ -25,6 +25,7 @@ from kvlink.hardware.topology import (
 
 # The kernel's costs between NUMA nodes are at least 10 and below this, so an unknown cost counts as the worst.
 _UNKNOWN_COST = 255
+_OPEN = "in a container pass --device=/dev/infiniband, or in Kubernetes ask an RDMA device plugin for it"
 _SUBNET_MANAGER = "start the subnet manager of its fabric"
 
 
@@ -49,6 +50,18 @@ class Candidate:
     def sort_key(self) -> tuple[Distance, int]:
         """A key that sorts nearer ports first."""
         return Distance.PXB if self.by_c2c else self.distance, self.cost
+
+    @property
+    def wire(self) -> tuple[str, int]:
+        """Identifies the wire that the port shares with those of the card's other functions (SR-IOV)."""
+        pci = self.device.pci
+        return pci.physical_function or pci.address if pci else self.device.name, self.port.number
+
+    @property
+    def wire_rank(self) -> tuple[bool, bool]:
+        """A key that sorts the functions of a wire: one with an address of this namespace first, then the physical."""
+        gid = best_gid(self.device, self.port)
+        return gid is None or not gid.is_here, bool(self.device.pci and self.device.pci.physical_function)
 
     @property
     def position(self) -> tuple[list[int], int]:
@@ -85,15 +98,18 @@ def position(address: str) -> list[int]:
 def best_gid(device: RdmaDevice, port: RdmaPort, wanted: str = "") -> Gid | None:
     """Returns the GID that verbs uses, or None. `wanted` is the text of KVLINK_RDMA_GID.
 
-    On Ethernet it is a RoCE v2 GID. Routable addresses are preferred to link-local ones, and IPv4 to IPv6. On
-    InfiniBand a GID by which routers forward comes first.
+    On Ethernet it is a RoCE v2 GID. Addresses of this network namespace are preferred to those of other ones (of other
+    pods on the same NIC), routable addresses to link-local ones, and IPv4 to IPv6. On InfiniBand a GID by which routers
+    forward comes first.
     """
     infiniband = port.link_layer is LinkLayer.INFINIBAND
     any_kind = device.is_iwarp or infiniband
     fitting = [gid for gid in port.gids if any_kind or gid.kind is GidType.ROCE_V2]
     fitting = [gid for gid in fitting if _is_wanted(gid, wanted)]
     return min(
-        fitting, key=lambda gid: (not (infiniband and _flid(gid)), _gid_rank(gid), gid.index), default=None
+        fitting,
+        key=lambda gid: (not (infiniband and _flid(gid)), not gid.is_here, _gid_rank(gid), gid.index),
+        default=None,
     )
 
 
@@ -123,6 +139,8 @@ def unable(candidate: Candidate) -> RefusedNic | None:
     device, port = candidate.device, candidate.port
     if device.is_efa:
         return candidate.refuse("is an Elastic Fabric Adapter (EFA), which has no reliable connections")
+    if device.closed:
+        return candidate.refuse(f"cannot be opened by this process: {device.closed}", _OPEN)
     if refusal := down(candidate):
         return refusal
     if port.link_layer is LinkLayer.UNKNOWN:

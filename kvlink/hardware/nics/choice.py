@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvlink.config.nic_options import NicNames, parse_nics
+from kvlink.config.rdma_config import NicNames, parse_nics
 from kvlink.errors import ConfigError
 from kvlink.hardware.nics.candidates import (
     Candidate,
@@ -32,6 +32,10 @@ _RATE_SHARE = {Distance.PHB: 0.5, Distance.NODE: 0.5, Distance.SYS: 0.25, Distan
 # A port slower than this share of the fastest port belongs to another network (management, storage). A transfer would
 # wait for its part.
 _SLOWEST_SHARE = 0.5
+# Near host memory all networks of a host are alike: the storage ports of a DGX have 200 of 400 Gb/s, and the front end
+# of an OCI host has 100 of 200.
+_SLOWEST_SHARE_OF_HOST = 0.75
+_MOST_PORTS = 32  # kMaxNics of csrc/transports/verbs/protocol.h: peers refuse a longer address
 
 
 def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelection:
@@ -43,10 +47,12 @@ def choose(topology: Topology, place: MemoryPlace, spec: str = "") -> NicSelecti
     wish = wished(spec, place)
     usable, refused = _usable(topology, place, wish)
     if not wish.ports or wish.excludes:
-        usable = _fast(_nearest(usable, refused), refused)
+        usable = _fast(_nearest(_one_a_wire(usable, refused), refused), place, refused)
         if place.gpu and not place.bounced:
             usable = _paired(topology, place, spec, usable, refused)
-            return NicSelection(_weighted(usable), tuple(refused), _warning(place, usable))
+        usable = _at_most(usable, refused)
+        warning = _warning(place, usable) if place.gpu and not place.bounced else ""
+        return NicSelection(_weighted(usable), tuple(refused), warning)
     return NicSelection(_weighted(usable), tuple(refused))
 
 
@@ -106,6 +112,23 @@ def _require(
         raise ConfigError(f"KVLINK_NICS names {name}, but {'; '.join(map(str, refusals))}")
 
 
+def _one_a_wire(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candidate]:
+    best: dict[tuple[str, int], Candidate] = {}
+    for candidate in sorted(usable, key=lambda candidate: candidate.wire_rank):
+        best.setdefault(candidate.wire, candidate)
+    for candidate in usable:
+        one = best[candidate.wire]
+        if one is not candidate:
+            refused.append(candidate.refuse(f"shares its wire with {one.name}", _name_both(one, candidate)))
+    return [candidate for candidate in usable if best[candidate.wire] is candidate]
+
+
+def _at_most(usable: list[Candidate], refused: list[RefusedNic]) -> list[Candidate]:
+    reason = f"is beyond the {_MOST_PORTS} ports that a worker may have"
+    refused.extend(candidate.refuse(reason) for candidate in usable[_MOST_PORTS:])
+    return usable[:_MOST_PORTS]
+
+
 def _nearest(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candidate]:
     best = min(usable, key=lambda candidate: candidate.sort_key, default=None)
     if best is None:
@@ -117,11 +140,12 @@ def _nearest(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Can
     return [candidate for candidate in usable if candidate not in far]
 
 
-def _fast(usable: Sequence[Candidate], refused: list[RefusedNic]) -> list[Candidate]:
+def _fast(usable: Sequence[Candidate], place: MemoryPlace, refused: list[RefusedNic]) -> list[Candidate]:
     fastest = max(usable, key=lambda candidate: candidate.port.rate_gbps, default=None)
     if fastest is None:
         return []
-    least = fastest.port.rate_gbps * _SLOWEST_SHARE
+    share = _SLOWEST_SHARE if place.gpu and not place.bounced else _SLOWEST_SHARE_OF_HOST
+    least = fastest.port.rate_gbps * share
     slow = [candidate for candidate in usable if candidate.port.rate_gbps < least]
     for candidate in slow:
         rates = f"{candidate.port.rate_gbps:g} Gb/s where {fastest.name} has {fastest.port.rate_gbps:g}"
@@ -155,7 +179,7 @@ def _reaches(topology: Topology, gpu: str, spec: str, ports: Sequence[Candidate]
     wish = wished(spec, place)
     if wish.ports and not wish.excludes:
         return False
-    nearest = _fast(_nearest(_usable(topology, place, wish)[0], []), [])
+    nearest = _fast(_nearest(_one_a_wire(_usable(topology, place, wish)[0], []), []), place, [])
     return [each.name for each in nearest] == [each.name for each in ports]
 
 

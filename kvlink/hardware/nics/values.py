@@ -39,7 +39,8 @@ class RefusedNic:
     """A port that is not used. `fix` says what would make it usable, and is empty if it should not be used."""
 
     device: str
-    port: int
+    port: int | None
+    """None if `device` names the port, too."""
     reason: str
     fix: str = ""
 

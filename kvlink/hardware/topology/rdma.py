@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TypeVar
 
-from kvlink.hardware.sysfs import leading_number, names, numbered, read, read_int
+from kvlink.hardware.sysfs import (
+    leading_number,
+    local_addresses,
+    names,
+    numbered,
+    read,
+    read_int,
+    why_closed,
+)
 from kvlink.hardware.topology import pci
 from kvlink.hardware.topology.pci import PciDevice
 
 DEVICES = "sys/class/infiniband"
+_NODES = "sys/class/infiniband_verbs"
 _AMAZON = 0x1D0F
 _Known = TypeVar("_Known", bound=Enum)
+Addresses = frozenset[IPv4Address | IPv6Address]
 
 
 class LinkLayer(Enum):
@@ -55,7 +66,9 @@ class Gid:
     """Eight groups of four hex digits, in the kernel's form."""
     kind: GidType
     netdev: str
-    """The network interface of the GID, or "" on InfiniBand or if it is in another network namespace."""
+    """The network interface of the GID, or "" on InfiniBand. Some kernels show those of other namespaces, too."""
+    is_here: bool = True
+    """Whether the address is one of this network namespace. True for what cannot be told."""
 
     @property
     def address(self) -> IPv4Address | IPv6Address:
@@ -94,6 +107,8 @@ class RdmaDevice:
     hca_type: str
     is_iwarp: bool
     ports: tuple[RdmaPort, ...]
+    closed: str = ""
+    """Why this process cannot open the device, or ""."""
 
     @property
     def is_efa(self) -> bool:
@@ -103,10 +118,14 @@ class RdmaDevice:
 
 def devices(root: Path, only_node: int | None, gids: bool = True) -> tuple[RdmaDevice, ...]:
     """Returns every device in human order of the names. Without `gids`, the ports have no GIDs."""
-    return tuple(_device(root, name, only_node, gids) for name in names(root, DEVICES))
+    nodes = {read(root, f"{_NODES}/{node}/ibdev"): node for node in names(root, _NODES)}
+    here = local_addresses(root) if gids else frozenset()
+    return tuple(_device(root, name, only_node, gids, nodes, here) for name in names(root, DEVICES))
 
 
-def _device(root: Path, name: str, only_node: int | None, with_gids: bool) -> RdmaDevice:
+def _device(
+    root: Path, name: str, only_node: int | None, with_gids: bool, nodes: Mapping[str, str], here: Addresses
+) -> RdmaDevice:
     at = f"{DEVICES}/{name}"
     # Only soft devices have `parent`, the interface that they use. The card of that interface is not the device's.
     upper = read(root, f"{at}/parent")
@@ -117,14 +136,17 @@ def _device(root: Path, name: str, only_node: int | None, with_gids: bool) -> Rd
         firmware=read(root, f"{at}/fw_ver"),
         hca_type=read(root, f"{at}/hca_type"),
         is_iwarp=read(root, f"{at}/node_type").endswith("RNIC"),
-        ports=tuple(_port(root, at, number, upper, with_gids) for number in numbered(root, f"{at}/ports")),
+        ports=tuple(
+            _port(root, at, number, upper, with_gids, here) for number in numbered(root, f"{at}/ports")
+        ),
+        closed=why_closed(root / "dev/infiniband" / nodes[name]) if name in nodes else "",
     )
 
 
-def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> RdmaPort:
+def _port(root: Path, device: str, number: int, upper: str, with_gids: bool, here: Addresses) -> RdmaPort:
     at = f"{device}/ports/{number}"
     indices = numbered(root, f"{at}/gids") if with_gids else []
-    gids = tuple(gid for index in indices if (gid := _gid(root, at, index)))
+    gids = tuple(gid for index in indices if (gid := _gid(root, at, index, here)))
     behind = next((gid.netdev for gid in gids if gid.netdev), "")
     return RdmaPort(
         number=number,
@@ -138,16 +160,21 @@ def _port(root: Path, device: str, number: int, upper: str, with_gids: bool) -> 
     )
 
 
-def _gid(root: Path, port: str, index: int) -> Gid | None:
+def _gid(root: Path, port: str, index: int, here: Addresses) -> Gid | None:
     value = read(root, f"{port}/gids/{index}")
     if not value.strip("0:") or not _is_address(value):
         return None
-    return Gid(
+    gid = Gid(
         index=index,
         value=value,
         kind=_known(GidType, read(root, f"{port}/gid_attrs/types/{index}")),
         netdev=read(root, f"{port}/gid_attrs/ndevs/{index}"),
     )
+    # The GID of InfiniBand, and a link-local one, is not the address of an interface.
+    foreign = (
+        here and gid.kind is GidType.ROCE_V2 and not gid.address.is_link_local and gid.address not in here
+    )
+    return replace(gid, is_here=not foreign)
 
 
 def _is_address(text: str) -> bool:

@@ -112,9 +112,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs errors of requests, except for clients that time out or disconnect."""
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError) and (unsaid := self._quota.take()) is not None:
+        if not isinstance(error, OSError) and (more := self._quota.take()) is not None:
             _log.warning(
-                "cannot answer a request for metrics error=%s unsaid=%d", repr(error)[:_MAX_SHOWN], unsaid
+                "cannot answer a request for metrics error=%s suppressed=%d", repr(error)[:_MAX_SHOWN], more
             )
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -111,6 +111,8 @@ def _add_starts(families: Families, stats: WorkerStats) -> None:
     families.count("kvlink_connect_retries_total", retries, stats.connect_retries, worker)
     restarts = "Pulls that were restarted on a new connection because theirs was cut."
     families.count("kvlink_restarted_pulls_total", restarts, stats.restarts, worker)
+    given_up = "Times that a transport whose connections failed under pulls was left for the next one."
+    families.count("kvlink_paths_given_up_total", given_up, stats.paths_given_up, worker)
     for reason, number in stats.failed_starts.items():
         unstarted = "Pulls that failed before any transfer started, at claim or connect."
         families.count("kvlink_unstarted_pulls_total", unstarted, number, {**worker, "reason": reason})

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import math
 import re
 import time
@@ -15,13 +16,15 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
 
+from kvlink.control.denials import LogQuota
 from kvlink.coordinator.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.monitoring.fleet_view import plain
 from kvlink.monitoring.metrics.coordinator import exposition
-from kvlink.monitoring.status_page.connections import BoundedConnections
-from kvlink.monitoring.status_page.request_log import request_log
+from kvlink.runtime.supervised import for_each, start_loop
 
 _HERE = Path(__file__).parent
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -129,3 +132,76 @@ def _hashes(page: str, tag: str) -> str:
     inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+MAX_CONNECTIONS = 256
+CONNECTION_S = 30.0
+"""Connections that last longer are closed. Answers take milliseconds, and browsers reconnect."""
+_LOOK_EVERY_S = 1.0
+
+
+class BoundedConnections:
+    """Makes the protocols of a listening socket for `loop.create_server`. Belongs to one event loop until `close`.
+
+    With too many connections, the oldest one is closed. Answers take milliseconds, so slow clients keep no others out.
+    """
+
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
+        self._since: dict[RequestHandler, float] = {}
+        self._closing = start_loop("page connections", self._close_old)
+
+    def __call__(self) -> asyncio.Protocol:
+        """Returns the protocol for one new connection."""
+        open_now = self._server.connections
+        for oldest in open_now[: max(0, len(open_now) + 1 - MAX_CONNECTIONS)]:
+            _abort(oldest)
+        return self._server()
+
+    def close(self) -> None:
+        """Stops closing old connections. Closing again has no effect."""
+        self._closing.cancel()
+
+    async def _close_old(self) -> None:
+        while True:
+            await asyncio.sleep(min(_LOOK_EVERY_S, CONNECTION_S))
+            now = time.monotonic()
+            self._since = {one: self._since.get(one, now) for one in self._server.connections}
+            old = [connection for connection, since in self._since.items() if now - since >= CONNECTION_S]
+            for_each("page connections", _abort, old)
+
+
+def _abort(connection: RequestHandler) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()
+
+
+_MAX_SHOWN = 200
+"""Bounds the characters of a text that a client chooses."""
+
+
+class _Bounded(logging.Filter):
+    def __init__(self, quota: LogQuota) -> None:
+        super().__init__()
+        self._quota = quota
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drops records beyond the quota, and the traceback of a malformed request."""
+        suppressed = self._quota.take()
+        if suppressed is None:
+            return False
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+            record.exc_info = record.exc_text = None
+            why = " ".join(error.message.split())[:_MAX_SHOWN]
+            record.msg = "bad request status=%d why=%s suppressed=%d"
+            record.args = (error.code, why, suppressed)
+        return True
+
+
+def request_log(quota: LogQuota | None = None) -> logging.Logger:
+    """Returns the logger for an aiohttp server. Its lines have the form and destination of kvlink's log."""
+    logger = logging.getLogger("kvlink.http")
+    logger.filters[:] = [_Bounded(quota or LogQuota())]
+    return logger

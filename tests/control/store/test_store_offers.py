@@ -11,9 +11,10 @@ import pytest
 from control.cards import make_card, make_offer
 from control.store.stages import LEASE_S, Stage, gone, refused, started
 
-from kvlink.control.refusal import Reason
+from kvlink.control.refusal import Reason, Refused
 from kvlink.control.values import Claim, SettleOrder
 from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.types import Joined, WorkerChange
 
 
@@ -376,3 +377,16 @@ async def test_status_counts_what_happened(joined: Stage) -> None:
     assert (status.joined, status.settle_orders, status.lost_workers) == (1, 1, 0)
     await joined.pass_time(2 * LEASE_S)
     assert (await joined.store.status()).lost_workers == 1
+
+
+async def test_a_watch_that_nobody_reads_ends_and_says_why() -> None:
+    store = MemoryStore(LEASE_S)  # each change is an item of its own there
+    with closing(await store.watch()) as unread, closing(await store.watch()) as read:
+        for epoch in range(1, 1_100):
+            await store.join(make_card(epoch=epoch, process=epoch % 2 + 1), rejoin=False)
+            if epoch % 100 == 0:
+                read.drain()
+        assert len(unread.drain()) == 1_024
+        with pytest.raises(Refused, match="fell behind"):
+            await asyncio.wait_for(anext(unread), 10.0)
+        assert read.drain()[-1][-1].card.epoch == 1_099

@@ -59,6 +59,7 @@ class FakeEndpoint final : public Endpoint {
   }
   PollResult poll(int64_t, bool waiting, std::vector<Completion>& ended) override {
     if (on_poll_) on_poll_();
+    ended.insert(ended.end(), stray_.begin(), stray_.end());
     num_checks_ += waiting && posts_.empty();
     if (broken_) return {Status::Unreachable("the NIC died"), false};
     if (num_due_ > 0 && num_vain_++ % (1 + late_polls_) < late_polls_) return {{}, false, next_check_ns_};
@@ -75,7 +76,8 @@ class FakeEndpoint final : public Endpoint {
   void close() override { posts_.clear(); }
 
   std::function<void()> on_poll_;
-  Status refusal_;  // of every post that ends
+  Status refusal_;                 // of every post that ends
+  std::vector<Completion> stray_;  // of what was never posted
   int64_t next_check_ns_ = INT64_MAX;
   uint32_t num_checks_ = 0;  // polls for a pull that waits, with nothing posted
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed

@@ -25,6 +25,16 @@ TEST_F(LaneTest, LanesShareAPullByTheirWindows) {
   EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
 }
 
+TEST_F(LaneTest, AnEndpointThatBreaksItsContractCostsItsLaneAndNotTheProcess) {
+  start({kWhole, kWhole});
+  endpoint(0).stray_ = {{999, {}}};
+  drive();
+  EXPECT_TRUE(lanes[0]->broken());
+  EXPECT_NE(lanes[0]->why_broken().what().find("collect() needs"), std::string::npos);
+  EXPECT_FALSE(lanes[1]->broken());
+  expect_valid();
+}
+
 TEST_F(LaneTest, EachLaneAnnouncesThePullBeforeItsFirstReadAndWithdrawsItAtTheEnd) {
   readers = std::make_shared<AnnouncedReaders>(42);
   start({window(16 << 10), window(48 << 10)});

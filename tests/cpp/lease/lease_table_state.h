@@ -54,18 +54,20 @@ struct LeaseTableState {
   LeaseReaders readers;
   std::vector<uint64_t> to_fence, ended_leases, random;
   std::vector<uint32_t> ended_slots, late_slots;
-  int64_t looked_ns;
+  int64_t looked_ns, stood_still_ns;
   uint32_t num_active;
   SoftLeases soft;
   uint64_t num_soft_ended;
   uint32_t num_expiring_soft;
 
   static LeaseTableState of(const LeaseTable& table) {
-    return {table.free_,        table.records_,        table.deadlines_,        table.leases_,
-            table.readers_,     table.to_fence_,       table.ended_leases_,     table.random_,
-            table.ended_slots_, table.late_slots_,     table.looked_ns_,        table.num_active(),
-            table.soft_,        table.num_soft_ended_, table.num_expiring_soft_};
+    return {table.free_,        table.records_,    table.deadlines_,      table.leases_,
+            table.readers_,     table.to_fence_,   table.ended_leases_,   table.random_,
+            table.ended_slots_, table.late_slots_, table.looked_ns_,      table.stood_still_ns_,
+            table.num_active(), table.soft_,       table.num_soft_ended_, table.num_expiring_soft_};
   }
+  static const void* num_active_of(const LeaseTable& table) { return &table.num_active_; }
+  size_t num_active_count() const { return leases.size() + num_expiring_soft; }
   void put_into(LeaseTable& table) const {
     table.free_ = free;
     table.records_ = records;
@@ -78,6 +80,7 @@ struct LeaseTableState {
     table.ended_slots_ = ended_slots;
     table.late_slots_ = late_slots;
     table.looked_ns_ = looked_ns;
+    table.stood_still_ns_ = stood_still_ns;
     table.num_active_ = num_active;
     table.soft_ = soft;
     table.num_soft_ended_ = num_soft_ended;

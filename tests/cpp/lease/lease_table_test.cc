@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "cpp/lease/lease_tables.h"
@@ -327,6 +330,106 @@ TEST_F(LeaseTableTest, ExtendMovesTheDeadlineForwardOnly) {
   EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), 1u);
 }
 
+TEST_F(LeaseTableTest, ALongerTimeIsThatOfEverySeat) {
+  const std::array<std::function<bool(const LeaseSeat&)>, 3> ways = {
+      [&](const LeaseSeat&) { return table.extend(1, 2 * kTtl, 1); },
+      [&](const LeaseSeat&) { return table.set_ttl(1, 2 * kTtl, 1); },
+      [&](const LeaseSeat& seat) { return table.renew(seat.slot, seat.settle_nonce, kTtl); },
+  };
+  for (const auto& way : ways) {
+    const auto seats = *table.grant(1, 2, 0, kTtl, 0);
+    ASSERT_TRUE(way(seats[1]));
+    EXPECT_TRUE(sweep(2 * kTtl - 1).empty());
+    for (const LeaseSeat& seat : seats) EXPECT_EQ(memory[seat.slot].nonce, seat.nonce);
+    EXPECT_EQ(sweep(2 * kTtl + 1).size(), 1u);
+  }
+}
+
+TEST_F(LeaseTableTest, ASlotAndANonceOfAnybodyAreComparedFirst) {
+  const LeaseSeat seat = (*table.grant(9, 1, 0, kTtl, 0))[0];
+  EXPECT_EQ(table.lease_at(seat.slot, seat.settle_nonce), 9u);
+  const std::array<std::pair<uint32_t, uint64_t>, 6> others = {{{seat.slot, seat.nonce},
+                                                                {0, 0},
+                                                                {seat.slot + 1, 0},
+                                                                {5, seat.settle_nonce},
+                                                                {1u << 30, seat.settle_nonce},
+                                                                {UINT32_MAX, 0}}};
+  for (const auto& [slot, nonce] : others) {
+    EXPECT_EQ(table.lease_at(slot, nonce), 0u) << slot;
+    EXPECT_FALSE(table.settle(slot, nonce)) << slot;
+    EXPECT_FALSE(table.renew(slot, nonce, 1)) << slot;
+  }
+  ASSERT_TRUE(table.abort(9));
+  EXPECT_EQ(table.lease_at(seat.slot, seat.settle_nonce), 9u) << "until the slot is used again";
+  EXPECT_NE(table.grant(9, 2, 0, kTtl, 0).status().what().find("already granted"), std::string::npos);
+}
+
+TEST_F(LeaseTableTest, TheSmallestNonceIsOne) {
+  int calls = 0;
+  LeaseTable smallest(std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7,
+                      [&calls](std::span<uint64_t> nonces) {
+                        std::fill(nonces.begin(), nonces.end(), kSmallestNonce - 1);
+                        nonces.back() = nonces.front() = kSmallestNonce;
+                        return ++calls == 1 ? Status{} : Status::Config("drawn twice");
+                      });
+  const auto seats = smallest.grant(1, 1, 0, kTtl, 0);
+  ASSERT_TRUE(seats.ok()) << seats.status().what();
+  EXPECT_EQ((*seats)[0].nonce, kSmallestNonce);
+  EXPECT_EQ((*seats)[0].settle_nonce, kSmallestNonce);
+  const std::array<LeaseSeat, 1> chosen{{{3, kSmallestNonce, kSmallestNonce}}};
+  EXPECT_TRUE(smallest.grant_at(2, chosen, 0, kTtl, 0).ok());
+  const std::array<uint32_t, 1> blocks{1};
+  EXPECT_TRUE(smallest.grant_soft_at({4, kSmallestNonce, kSharedSeat}, blocks, 0, kTtl, 0).ok());
+}
+
+TEST_F(LeaseTableTest, NothingIsGrantedWithoutRandomNumbers) {
+  LeaseTable without(std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7,
+                     [](std::span<uint64_t>) { return Status::Config("none left"); });
+  const std::array<uint32_t, 1> blocks{1};
+  EXPECT_EQ(without.grant(1, 1, 0, kTtl, 0).status().what(), "none left");
+  EXPECT_EQ(without.grant_soft(blocks, 0, kTtl, 0).status().what(), "none left");
+  EXPECT_EQ(without.counts(0).granted + without.soft_counts().granted, 0u);
+}
+
+TEST_F(LeaseTableTest, CountsSayHowLeasesEnded) {
+  const LeaseSeat settled = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  for (uint64_t lease = 2; lease <= 4; ++lease) ASSERT_TRUE(table.grant(lease, 1, 0, kTtl, 0).ok());
+  ASSERT_TRUE(table.settle(settled.slot, settled.settle_nonce));
+  ASSERT_TRUE(table.abort(2));
+  EXPECT_EQ(sweep(kTtl).size(), 4u);
+  const LeaseCounts counts = table.counts(kTtl);
+  EXPECT_EQ(counts.granted, 4u);
+  EXPECT_EQ(counts.settled, 1u);
+  EXPECT_EQ(counts.aborted, 1u);
+  EXPECT_EQ(counts.expired, 2u);
+}
+
+TEST_F(LeaseTableTest, AReaderThatHasSettledIsNotFencedByAnAbort) {
+  const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
+  announce(seat, 42);
+  words[seat.slot].settled = seat.settle_nonce;
+  EXPECT_FALSE(table.abort(1));
+  EXPECT_EQ(sweep(1).size(), 1u);
+  EXPECT_TRUE(fenced.empty());
+}
+
+TEST(LeaseTableMemory, IsSetUpWhateverIsInItAndNothingBeyond) {
+  alignas(64) std::array<LeaseSlot, 8> memory;
+  alignas(64) std::array<PeerWords, 8> words;
+  const auto bytes = std::as_writable_bytes(std::span(memory));
+  const auto word_bytes = std::as_writable_bytes(std::span(words));
+  std::fill(bytes.begin(), bytes.end(), std::byte{0xff});
+  std::fill(word_bytes.begin(), word_bytes.end(), std::byte{0xff});
+  LeaseTable table(bytes.first(5 * sizeof(LeaseSlot)), word_bytes.first(5 * sizeof(PeerWords)), 7);
+  for (uint32_t slot = 1; slot < memory.size(); ++slot) {
+    const uint64_t wanted = slot < 5 ? 0 : UINT64_MAX;
+    EXPECT_EQ(memory[slot].nonce, wanted) << slot;
+    EXPECT_EQ(memory[slot].ready, wanted) << slot;
+    EXPECT_EQ(words[slot].settled, wanted) << slot;
+    EXPECT_EQ(words[slot].reader, wanted) << slot;
+  }
+}
+
 /// More slots than are looked at together.
 TEST(LargeLeaseTable, ASweepSeesTheWordsOfEverySlot) {
   constexpr uint32_t kSlots = 37;
@@ -347,6 +450,38 @@ TEST(LargeLeaseTable, ASweepSeesTheWordsOfEverySlot) {
       EXPECT_EQ(words[seat.slot].reader, 0) << "slot " << seat.slot;
       EXPECT_EQ(words[seat.slot].settled, 0) << "slot " << seat.slot;
     }
+  }
+}
+
+/// The model explores two seats. More are alike: no seat's number decides anything but which ones a settle of
+/// fewer readers ends.
+TEST(LeaseOfManyReaders, EachSeatIsMovedAndEndsByItself) {
+  constexpr auto kSeats = static_cast<uint32_t>(kMaxSeats);
+  alignas(64) static std::array<LeaseSlot, kSeats + 1> memory{};
+  alignas(64) static std::array<PeerWords, kSeats + 1> words{};
+  LeaseTable table{std::as_writable_bytes(std::span(memory)), std::as_writable_bytes(std::span(words)), 7};
+  const auto sweep = [&table](int64_t now) {
+    Swept swept;
+    table.sweep(now, swept);
+    return swept.ended;
+  };
+  const auto standing = [&](const std::vector<LeaseSeat>& seats) {
+    return std::count_if(seats.begin(), seats.end(),
+                         [&](const LeaseSeat& seat) { return table.holds(seat.slot, seat.nonce); });
+  };
+  std::vector<LeaseSeat> seats = *table.grant(1, kSeats, 0, kTtl, 0);
+  ASSERT_TRUE(table.extend(1, kTtl, kTtl / 2));
+  EXPECT_TRUE(sweep(kTtl).empty());
+  EXPECT_EQ(standing(seats), kSeats);
+  ASSERT_TRUE(table.renew(seats.back().slot, seats.back().settle_nonce, kTtl));
+  EXPECT_TRUE(sweep(kTtl + kTtl / 2).empty());
+  EXPECT_EQ(standing(seats), kSeats) << "a renewal by one reader moves every seat";
+  std::shuffle(seats.begin(), seats.end(), std::mt19937(1));
+  for (size_t index = 0; index < seats.size(); ++index) {
+    words[seats[index].slot].settled = seats[index].settle_nonce;
+    const bool last = index + 1 == seats.size();
+    EXPECT_EQ(sweep(kTtl + kTtl / 2).size(), size_t{last}) << index;
+    EXPECT_EQ(standing(seats), static_cast<int64_t>(seats.size() - 1 - index));
   }
 }
 

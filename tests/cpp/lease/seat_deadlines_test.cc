@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lease/seat_deadlines.h"
+#include "lease/lease_table.h"
 
 #include <gtest/gtest.h>
 

@@ -137,6 +137,7 @@ TEST(Plan, FoldsPlanesThatLieAlike) {
       << "in regions of their own";
   EXPECT_EQ(repeats_of(pool, pool, {1, 2}), 1u);
   EXPECT_EQ(repeats_of(crossed, crossed), 0u) << "there they are one read";
+  EXPECT_EQ(repeats_of(packed({}, kPairs), packed({}, kPairs)), 2u) << "pairs of K and V";
   Placement moved = pool;
   std::swap(moved.layout.planes[1].offset, moved.layout.planes[2].offset);
   EXPECT_EQ(repeats_of(moved, pool), 5u) << "each by its own distance";
@@ -276,6 +277,9 @@ TEST(Plan, RefusesListsThatDoNotFit) {
   refused({1}, {1, 2}, {{0, 5}, {}}, "owner_blocks has 1 blocks of 4 tokens: 5 tokens do not fit");
   refused({1, 2}, {1}, {{0, 5}, {}}, "into has 1 blocks");
   refused({1, 2}, {3, 3}, {}, "into names a block twice");
+  refused({100, 1, 100}, {100, 1, 2}, {{4, 12}, {}},
+          "owner_blocks names block 100 but there are 100: see index 2");
+  refused({1, 2, 4}, {100, 3, 3}, {{4, 12}, {}}, "into names a block twice: 3, again at index 2");
   refused({1, 2}, {3, 4}, {{5, 4}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{9, UINT32_MAX}, {}}, "tokens");
   refused({1, 2}, {3, 4}, {{}, {2, 1}}, "layers");

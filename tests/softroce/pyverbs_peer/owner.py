@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import secrets
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
+from softroce.pyverbs_peer.cards import pack_card
 from softroce.pyverbs_peer.formats import (
     ABORTED_TOMBSTONE,
-    PROTOCOL_VERSION,
     SLOT_BYTES,
     TABLE_MAGIC,
     WITHDRAWN,
@@ -121,7 +120,7 @@ class Owner:
     # The service, on gRPC's thread.
 
     def _get_card(self, _: agent_pb2.GetCardRequest, __: grpc.ServicerContext) -> card_pb2.SealedCard:
-        return card_pb2.SealedCard(card=self._card, crc32=zlib.crc32(self._card))
+        return self._card
 
     def _connect(self, request: agent_pb2.ConnectRequest, _: grpc.ServicerContext) -> agent_pb2.ConnectReply:
         assert (request.worker_id, request.epoch, request.transport) == (self.worker_id, _EPOCH, "verbs")
@@ -136,28 +135,17 @@ class Owner:
             replies.append(pack_reply(lane.address()))
         return agent_pb2.ConnectReply(connection_id=_CONNECTION_ID, replies=replies)
 
-    def _make_card(self, layout: card_pb2.KVLayout, wrong_keys: bool) -> bytes:
+    def _make_card(self, layout: card_pb2.KVLayout, wrong_keys: bool) -> card_pb2.SealedCard:
         pool = _key(self._pool, 0)
         if wrong_keys:
             pool = pool._replace(rkeys=tuple(tuple(rkey ^ 0xFF for rkey in port) for port in pool.rkeys))
-        return card_pb2.WorkerCard(
-            worker_id=self.worker_id,
-            epoch=_EPOCH,
-            incarnation=secrets.token_bytes(16),
-            agent=self.agent,
-            host=card_pb2.HostIdentity(boot_id="another host", pid=1),
-            layouts=(layout,),
-            region_bytes=[pool.num_bytes],
-            transports=[
-                card_pb2.TransportCard(
-                    name="verbs",
-                    address=pack_address([self._nic.port()]),
-                    pool_keys=[pool.pack()],
-                    lease_keys=[_key(self._table, 1).pack(), _key(self._words, 2).pack()],
-                )
-            ],
-            protocol_version=PROTOCOL_VERSION,
-        ).SerializeToString()
+        way = card_pb2.TransportCard(
+            name="verbs",
+            address=pack_address([self._nic.port()]),
+            pool_keys=[pool.pack()],
+            lease_keys=[_key(self._table, 1).pack(), _key(self._words, 2).pack()],
+        )
+        return pack_card(self.worker_id, _EPOCH, self.agent, layout, way, pool.num_bytes)
 
 
 def _call(

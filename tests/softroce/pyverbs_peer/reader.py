@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
 import grpc
 import numpy as np
 import pyverbs.enums as e
 from softroce.pyverbs_peer.admitted import shown_token
+from softroce.pyverbs_peer.cards import connect_request, unpack_card
 from softroce.pyverbs_peer.formats import (
     NONCE,
-    PROTOCOL_VERSION,
     READER,
     SETTLED,
     SLOT_BYTES,
@@ -43,22 +42,11 @@ class Reader:
         with grpc.insecure_channel(agent) as channel:
             stub = agent_pb2_grpc.WorkerAgentStub(channel)
             sealed = stub.GetCard(agent_pb2.GetCardRequest(), timeout=_CALL_S, metadata=shown_token())
-            assert zlib.crc32(sealed.card) == sealed.crc32
-            self.card = card_pb2.WorkerCard.FromString(sealed.card)
-            (self._way,) = (way for way in self.card.transports if way.name == "verbs")
-            assert not self._way.refused
+            self.card, self._way = unpack_card(sealed)
             self.owner_ports = unpack_address(self._way.address)
-            reply = stub.Connect(
-                agent_pb2.ConnectRequest(
-                    worker_id=self.card.worker_id,
-                    epoch=self.card.epoch,
-                    transport="verbs",
-                    hellos=[pack_hello(port, lane.address()) for lane in self._lanes],
-                    protocol_version=PROTOCOL_VERSION,
-                ),
-                timeout=_CALL_S,
-                metadata=shown_token(),
-            )
+            hellos = [pack_hello(port, lane.address()) for lane in self._lanes]
+            request = connect_request(self.card, hellos)
+            reply = stub.Connect(request, timeout=_CALL_S, metadata=shown_token())
         self.connection_id = reply.connection_id
         for lane, blob in zip(self._lanes, reply.replies, strict=True):
             lane.connect(unpack_reply(blob))

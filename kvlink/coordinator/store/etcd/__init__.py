@@ -21,9 +21,8 @@ from kvlink.control.security import Trust
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.alarm import Alarm
-from kvlink.coordinator.store.etcd.api import Etcd, split_url
+from kvlink.coordinator.store.etcd.api import Etcd, as_refusal, split_url
 from kvlink.coordinator.store.etcd.claims import EtcdClaims
-from kvlink.coordinator.store.etcd.errors import as_refusal
 from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import Membership

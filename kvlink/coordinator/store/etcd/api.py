@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from kvlink.control.codec import Codec, Method
+from kvlink.control.denials import LogQuota
 from kvlink.control.now import now
+from kvlink.control.refusal import Reason, Refused, refusal_of
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Trust
-from kvlink.coordinator.store.etcd.errors import StoreFull
-from kvlink.coordinator.store.etcd.health import Health
+from kvlink.control.values import StoreHealth
 from kvlink.coordinator.store.etcd.history import History
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
 from kvlink.v1 import etcd_pb2 as pb
@@ -250,3 +253,94 @@ def split_url(url: str) -> tuple[str, str]:
             "several fleets share one etcd"
         )
     return addresses, fleet or "default"
+
+
+_log = logging.getLogger("kvlink.control")
+
+_LOGGED_EVERY_S = 60.0
+LOST_S = 3.0
+"""The store counts as lost this long after the first doubt. An election takes less."""
+
+
+class Health:
+    """Tracks whether etcd is full, and whether the mirror is known to be up to date.
+
+    `clock` returns monotonic seconds. `on_doubt` is called when `next_deadline` becomes earlier.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.on_doubt: Callable[[], None] = lambda: None
+        self.is_full = False
+        self.is_lost = False
+        self._clock = clock
+        self._quota = LogQuota(1, _LOGGED_EVERY_S, clock)
+        self._doubted_at = math.inf
+
+    def note_full(self, error: Exception) -> None:
+        """Notes that a write was refused for lack of space. It is logged at most once a minute."""
+        self.is_full = True
+        suppressed = self._quota.take()
+        if suppressed is not None:
+            _log.error("etcd is full, see the operator's guide suppressed=%d error=%s", suppressed, error)
+
+    def note_room(self) -> None:
+        """Notes that a write that needs space was executed."""
+        if self.is_full:
+            self.is_full = False
+            _log.info("etcd has room again")
+
+    def doubt(self) -> None:
+        """Demands a proof, within `LOST_S` of the first demand, that the mirror has everything that etcd has."""
+        if not self.is_doubted:
+            self._doubted_at = self._clock()
+            self.on_doubt()
+
+    def proved(self) -> None:
+        """Notes a proof that the mirror has everything that etcd has."""
+        self._doubted_at = math.inf
+        self.is_lost = False
+
+    @property
+    def is_doubted(self) -> bool:
+        """Returns whether a proof is missing."""
+        return self._doubted_at < math.inf
+
+    def next_deadline(self) -> float:
+        """Returns a time before which `expire` has nothing to do."""
+        return math.inf if self.is_lost else self._doubted_at + LOST_S
+
+    def expire(self) -> bool:
+        """Returns True, once, if the proof has been missing for too long."""
+        if self._clock() < self.next_deadline():
+            return False
+        self.is_lost = True
+        return True
+
+    def report(self) -> StoreHealth:
+        """Returns the current health."""
+        stale_s = self._clock() - self._doubted_at if self.is_doubted else 0.0
+        return StoreHealth(self.is_full, self.is_lost, stale_s)
+
+
+class StoreFull(CoordinatorError):
+    """etcd has reached its quota (NOSPACE). It refuses writes, but reads, deletions and renewals continue."""
+
+
+def as_refusal(error: BaseException) -> Refused:
+    """Returns the refusal that a failed call of the store raises."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, CoordinatorUnavailable):
+        return Refused(
+            Reason.NOT_READY,
+            f"the coordinator does not reach its store: {error}. Connected workers continue without it; retry",
+        )
+    if isinstance(error, StoreFull):
+        return Refused(
+            Reason.TOO_MANY,
+            f"the coordinator's store is full: {error}. Compact it, defragment it and disarm its alarm as the "
+            "operator's guide describes, then retry",
+        )
+    if isinstance(error, CoordinatorError):
+        return Refused(Reason.FAILED, f"the coordinator's store refused the call: {error}")
+    return refusal_of(error)

@@ -15,8 +15,7 @@ from kvlink.control.limits import Limits
 from kvlink.control.refusal import Refused, named
 from kvlink.control.values import Claim, Claimed
 from kvlink.coordinator.store import refusals
-from kvlink.coordinator.store.etcd.api import Etcd, after, delete, put, unchanged
-from kvlink.coordinator.store.etcd.errors import as_refusal
+from kvlink.coordinator.store.etcd.api import Etcd, after, as_refusal, delete, put, unchanged
 from kvlink.coordinator.store.etcd.group_commit import GroupCommit
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES
@@ -94,6 +93,8 @@ class EtcdClaims:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
         key = self._layout.claim_record(claim.request_id)
         reader = claim.reader, claim.claim_id
+        if (writing := self._running.get(claim.request_id)) is not None:
+            await asyncio.wait([writing])  # it may be the record of this claim
         try:
             for _ in range(MAX_TRIES):
                 request = self._mirror.requests.get(claim.request_id)
@@ -108,11 +109,11 @@ class EtcdClaims:
                     return
                 await self._catch_up(claim.request_id)
         except KVLinkError as error:
-            if (unsaid := self._failures.take()) is not None:
+            if (suppressed := self._failures.take()) is not None:
                 _log.warning(
-                    "cannot make a given-up ticket available again request=%s unsaid=%d error=%s",
+                    "cannot make a given-up ticket available again request=%s suppressed=%d error=%s",
                     claim.request_id,
-                    unsaid,
+                    suppressed,
                     error,
                 )
 
@@ -176,6 +177,8 @@ class EtcdClaims:
     async def _give(self, waiter: _Waiter, serving: Serving, record: Claimed) -> None:
         """Writes the record, then answers the claim. If another coordinator was first, catches up with etcd."""
         name = waiter.claim.request_id
+        assert record.tickets == tuple(each.digest for each in serving.tickets)
+        assert (waiter.claim.reader, waiter.claim.claim_id) in record.readers
         key = self._layout.claim_record(name)
         compare = [
             unchanged(key, serving.before),

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from kvlink.coordinator.store.etcd.api import Etcd, nested, writes
-from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.api import Etcd, StoreFull, nested, writes
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable
 from kvlink.runtime.supervised import guarded, start_job, survived
 from kvlink.v1 import etcd_pb2 as pb

@@ -296,3 +296,5 @@ class Mirror:
         self.num_free += len(mine) - before
         if not mine:
             del self._free[ticket.offer.worker_id]
+        assert self.num_free >= len(mine)
+        assert not (free and ticket.expired)

@@ -44,6 +44,7 @@ class _Orders(Feed[SettleOrder]):
     async def __anext__(self) -> SettleOrder:
         order = await super().__anext__()
         key = self._keys.popleft()
+        assert order.epoch == self.epoch
         deleting = self._commits.submit(pb.TxnRequest(success=[delete(key)]), key)
         deleting.add_done_callback(guarded("settle deletions", _retrieve))
         return order

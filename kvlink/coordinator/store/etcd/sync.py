@@ -11,9 +11,9 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from kvlink.control.denials import LogQuota
 from kvlink.control.now import now
-from kvlink.coordinator.store.etcd.api import Etcd, put
-from kvlink.coordinator.store.etcd.errors import StoreFull
+from kvlink.coordinator.store.etcd.api import Etcd, StoreFull, put
 from kvlink.coordinator.store.etcd.history import same
 from kvlink.coordinator.store.etcd.keys import Keys
 from kvlink.coordinator.store.etcd.mirror import Mirror, News
@@ -29,6 +29,7 @@ _IDLE_PULSE_S = 30.0
 """Pulse interval while no call waits for changes here."""
 _STALE_S = 1.5
 """A watch that has not delivered a write after this long is moved to another member."""
+_LOGGED_EVERY_S = 30.0
 _KEPT_S = 120.0
 """Older history of etcd is compacted. A coordinator that loses its members for less than this can catch up."""
 
@@ -66,6 +67,7 @@ class Sync:
         self._following: asyncio.Task[None] | None = None
         self._following_since = -math.inf
         self._tasks: list[asyncio.Task[None]] = []
+        self._losses = LogQuota(2, _LOGGED_EVERY_S, clock)
         self.loaded = asyncio.Event()
         etcd.history.on_break = self._start_over
 
@@ -140,12 +142,16 @@ class Sync:
                 await asyncio.wait([self._following])
                 if not self._following.cancelled() and (error := self._following.exception()) is not None:
                     if isinstance(error, KVLinkError):
-                        _log.warning("lost etcd error=%s", error)
+                        self._log_loss(error)
                     else:
                         survived("etcd watch", error)
             finally:
                 self._following.cancel()
             await asyncio.sleep(backoff.delay_s())
+
+    def _log_loss(self, error: KVLinkError) -> None:
+        if (suppressed := self._losses.take()) is not None:
+            _log.warning("lost etcd suppressed=%d error=%s", suppressed, error)
 
     async def _follow(self, backoff: Backoff) -> None:
         if self.loaded.is_set() and self._last:
@@ -233,7 +239,7 @@ class Sync:
         try:
             await work
         except KVLinkError as error:
-            _log.info("etcd does not answer error=%s", error)
+            self._log_loss(error)
         except Exception as error:
             survived("etcd pulse", error)
 

@@ -71,8 +71,8 @@ class GpuPool {
     range_ = {.base = reinterpret_cast<std::byte*>(at), .bytes = bytes, .device = true};
   }
   ~GpuPool() {
+    free();
     const cuda::Current current(*device_);
-    if (malloced_ != 0) device_->api.memory_free(malloced_);
     if (half_ == 0) return;
     for (const cuda::Address at : {mapped_, mapped_ + half_}) device_->api.memory_unmap(at, half_);
     device_->api.address_free(mapped_, 2 * half_);
@@ -80,6 +80,11 @@ class GpuPool {
   GpuPool(const GpuPool&) = delete;
   GpuPool& operator=(const GpuPool&) = delete;
 
+  /// Gives back what cuMemAlloc made.
+  void free() {
+    const cuda::Current current(*device_);
+    if (const cuda::Address at = std::exchange(malloced_, 0); at != 0) device_->api.memory_free(at);
+  }
   MemoryRange range() const { return range_; }
   std::byte* bytes() const { return behind(range_.base); }
   void fill(uint64_t seed) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -33,6 +34,8 @@ struct Device {
   std::deque<ibv_wc> completions;
   uint32_t next_qpn = 17;
   bool closed = false;
+  std::function<int()> on_rtr = [] { return 0; };  // the kernel's search for the other end's address
+  std::function<void()> on_destroy = [] {};        // of a queue pair
 
   std::vector<Asked> all(const std::string& what) {
     std::lock_guard lock(mutex);
@@ -104,6 +107,7 @@ inline int poll_cq(ibv_cq*, int most, ibv_wc* into) {
 }
 
 inline int modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int) {
+  if (attributes->qp_state == IBV_QPS_RTR) return device->on_rtr();
   if (attributes->qp_state != IBV_QPS_ERR) return 0;
   note({"halt", qp->qp_num});
   std::lock_guard lock(device->mutex);
@@ -127,6 +131,7 @@ inline const Api& made_up() {
     api.query_port = [](ibv_context*, uint8_t, ibv_port_attr* port) {
       *port = {};
       port->state = IBV_PORT_ACTIVE;
+      port->active_mtu = IBV_MTU_1024;
       return 0;
     };
     api.create_cq = [](ibv_context* context, int, void*, ibv_comp_channel*, int) {
@@ -150,6 +155,7 @@ inline const Api& made_up() {
     };
     api.modify_qp = modify_qp;
     api.destroy_qp = [](ibv_qp* qp) {
+      device->on_destroy();
       note({"destroy qp", qp->qp_num});
       delete qp;
       return 0;

@@ -281,13 +281,14 @@ class VerbsOpen : public ::testing::Test {
   }
 
   testing::MadeUpMachine machine;
+  std::vector<PortState> left_out;
 };
 
 TEST_F(VerbsOpen, WithoutAListEveryActivePortIsOpenedOnce) {
   machine.add_infiniband("mlx5_0");
   machine.add_infiniband("mlx5_1").attributes.state = IBV_PORT_DOWN;
   machine.add_infiniband("mlx5_2");
-  const auto nics = open_nics(machine.api, std::nullopt, {});
+  const auto nics = open_nics(machine.api, std::nullopt, {}, left_out);
   ASSERT_TRUE(nics.ok()) << nics.status().what();
   EXPECT_EQ(names(*nics), (Names{"mlx5_0:1", "mlx5_2:1"}));
   EXPECT_EQ(machine.num_opened, 3);
@@ -304,14 +305,14 @@ TEST_F(VerbsOpen, ADeviceThatCannotBeOpenedIsTriedOnce) {
     errno = EACCES;
     return nullptr;
   };
-  const Status status = open_nics(machine.api, std::nullopt, {}).status();
+  const Status status = open_nics(machine.api, std::nullopt, {}, left_out).status();
   EXPECT_EQ(status.code(), Code::kTransportUnavailable);
   EXPECT_EQ(num_tries, 1);
 }
 
 TEST_F(VerbsOpen, AnEmptyListOpensNone) {
   machine.add_infiniband("mlx5_0");
-  const auto nics = open_nics(machine.api, std::vector<NicOption>{}, {});
+  const auto nics = open_nics(machine.api, std::vector<NicOption>{}, {}, left_out);
   ASSERT_FALSE(nics.ok());
   EXPECT_EQ(nics.status().code(), Code::kTransportUnavailable);
   EXPECT_EQ(nics.status().what(), "no RDMA port of this machine serves this pool");
@@ -321,17 +322,58 @@ TEST_F(VerbsOpen, AnEmptyListOpensNone) {
 TEST_F(VerbsOpen, NamedPortsAreOpenedOnceAndNoOthers) {
   machine.add_infiniband("mlx5_0");
   machine.add_infiniband("mlx5_1");
-  const auto nics = open_nics(machine.api, std::vector<NicOption>{{.port = "mlx5_1:1", .mbps = 5}}, {});
+  const auto nics =
+      open_nics(machine.api, std::vector<NicOption>{{.port = "mlx5_1:1", .mbps = 5}}, {}, left_out);
   ASSERT_TRUE(nics.ok()) << nics.status().what();
   EXPECT_EQ(names(*nics), Names{"mlx5_1:1"});
   EXPECT_EQ(machine.num_opened, 1);
+}
+
+// One VF of many in a pod, or no /dev/infiniband at all: sysfs shows every device of the host.
+TEST_F(VerbsOpen, ChosenPortsThatDoNotOpenAreLeftOutOneByOne) {
+  testing::MadeUpPort& port = machine.add_infiniband("mlx5_1");
+  machine.add_infiniband("mlx5_2").attributes.state = IBV_PORT_DOWN;
+  const std::vector<NicOption> chosen{{.port = "mlx5_0:1"}, {.port = "mlx5_1:1"}, {.port = "mlx5_2:1"}};
+  const auto nics = open_nics(machine.api, chosen, {}, left_out);
+  ASSERT_TRUE(nics.ok()) << nics.status().what();
+  EXPECT_EQ(names(*nics), Names{"mlx5_1:1"});
+  ASSERT_EQ(left_out.size(), 2u);
+  EXPECT_EQ(left_out[0].name, "mlx5_0:1");
+  EXPECT_NE(left_out[0].away.find("--device=/dev/infiniband"), std::string::npos) << left_out[0].away;
+  EXPECT_NE(left_out[1].away.find("is down"), std::string::npos) << left_out[1].away;
+  port.attributes.state = IBV_PORT_DOWN;
+  EXPECT_EQ(open_nics(machine.api, chosen, {}, left_out).status().code(), Code::kTransportUnavailable);
+}
+
+TEST_F(VerbsOpen, ANameThatAUserGaveIsAnError) {
+  machine.add_infiniband("mlx5_1");
+  const std::vector<NicOption> named{{.port = "mlx5_0:1", .named = true},
+                                     {.port = "mlx5_1:1", .named = true}};
+  const Status status = open_nics(machine.api, named, {}, left_out).status();
+  EXPECT_EQ(status.code(), Code::kConfig);
+  EXPECT_EQ(status.fix(), "choose from mlx5_1");
+}
+
+TEST_F(VerbsOpen, APeerAcceptsEveryAddressThatIsMade) {
+  std::vector<NicOption> all;
+  for (int number = 0; number < 40; ++number) {
+    const std::string device = "mlx5_" + std::to_string(number);
+    machine.add_infiniband(device);
+    all.push_back({.port = device + ":1"});
+  }
+  const auto nics = open_nics(machine.api, all, {}, left_out);
+  ASSERT_TRUE(nics.ok());
+  EXPECT_EQ((*nics).size(), size_t{kMaxNics});
+  EXPECT_EQ(left_out.size(), 40 - size_t{kMaxNics});
+  all.back().named = true;
+  EXPECT_EQ(open_nics(machine.api, all, {}, left_out).status().code(), Code::kConfig);
 }
 
 TEST_F(VerbsOpen, AnElasticFabricAdapterIsRefusedByName) {
   machine.add_efa("rdmap79s0");
   for (const auto& wanted : {std::optional<std::vector<NicOption>>(),
                              std::optional(std::vector<NicOption>{{.port = "rdmap79s0:1"}})}) {
-    const Status status = open_nics(machine.api, wanted, {}).status();
+    const Status status = open_nics(machine.api, wanted, {}, left_out).status();
     EXPECT_EQ(status.code(), Code::kTransportUnavailable);
     EXPECT_EQ(status.what(),
               "RDMA device rdmap79s0 is an Elastic Fabric Adapter (EFA), which has no reliable connections");
@@ -339,7 +381,7 @@ TEST_F(VerbsOpen, AnElasticFabricAdapterIsRefusedByName) {
   EXPECT_EQ(find_active_port(machine.api).code(), Code::kTransportUnavailable);
   EXPECT_EQ(machine.num_opened, 0);
   machine.add_infiniband("mlx5_0");
-  EXPECT_EQ(names(*open_nics(machine.api, std::nullopt, {})), Names{"mlx5_0:1"});
+  EXPECT_EQ(names(*open_nics(machine.api, std::nullopt, {}, left_out)), Names{"mlx5_0:1"});
 }
 
 TEST_F(VerbsOpen, OtherDevicesWithoutReliableConnectionsAreRefused) {

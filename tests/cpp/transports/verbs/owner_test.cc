@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
+#include <latch>
 #include <map>
 #include <random>
 #include <set>
@@ -22,6 +24,15 @@ namespace {
 
 using testing::device;
 using Order = std::vector<std::string>;
+
+/// A call waits here until it is let through.
+struct Gate {
+  void pass() {
+    entered.count_down();
+    opened.wait();
+  }
+  std::latch entered{1}, opened{1};
+};
 
 class VerbsOwner : public ::testing::Test {
  protected:
@@ -55,6 +66,8 @@ class VerbsOwner : public ::testing::Test {
     while (!made_up.is_closed()) std::this_thread::yield();
   }
 
+  Gate gate;
+  std::atomic<bool> stops{false};  // the next call that waits for `gate`
   testing::Device made_up;
   ibv_pd pd{};
   const std::filesystem::path node =
@@ -109,6 +122,55 @@ TEST_F(VerbsOwner, OneCallerCannotTakeAllQueuePairs) {
   admit({2, 8});
   EXPECT_TRUE(owner->fence(1));
   admit({3, 7});
+}
+
+// ibv_modify_qp looks for a second for an address that nobody has.
+TEST_F(VerbsOwner, AReaderThatIsNotFoundKeepsNobodyWaiting) {
+  admit(1);
+  stops = true;
+  made_up.on_rtr = [&] {
+    if (!stops.exchange(false)) return 0;
+    gate.pass();
+    return ETIMEDOUT;
+  };
+  std::thread unreachable([&] {
+    EXPECT_EQ(owner->admit({2, 8}, {0, {.qpn = 99, .mtu = 1}}).status().code(), Code::kPeerUnreachable);
+  });
+  gate.entered.wait();
+  owner->serve();
+  EXPECT_TRUE(owner->fence(1));
+  admit(3);
+  gate.opened.count_down();
+  unreachable.join();
+}
+
+TEST_F(VerbsOwner, TheFirstRefusalOfAPortEndsTheOtherLanesOfItsReader) {
+  int num_tries = 0;
+  made_up.on_rtr = [&] {
+    ++num_tries;
+    return ETIMEDOUT;
+  };
+  const Hello hello{0, {.qpn = 99, .mtu = 1}};
+  for (int lane = 0; lane < 4; ++lane) EXPECT_FALSE(owner->admit({1, 7}, hello).ok());
+  EXPECT_EQ(num_tries, 1);
+  EXPECT_FALSE(owner->admit({2, 7}, hello).ok());
+  EXPECT_EQ(num_tries, 2) << "its next connection may find it";
+}
+
+// A driver takes tens of seconds for the commands of a device that is dead.
+TEST_F(VerbsOwner, QueuePairsThatFailedAreDestroyedAside) {
+  stops = true;
+  made_up.on_destroy = [&] {
+    if (stops.exchange(false)) gate.pass();
+  };
+  testing::complete(admit(1), 0, IBV_WC_RETRY_EXC_ERR);
+  owner->serve();  // takes the completion
+  owner->serve();  // hands it over
+  gate.entered.wait();
+  owner->serve();
+  admit(2);
+  gate.opened.count_down();
+  remove_device();  // which nothing of the job keeps open
 }
 
 using Ports = std::vector<NicAddress>;

@@ -7,12 +7,17 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <deque>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <thread>
 
 #include "base/clock.h"
 #include "cpp/transports/verbs/made_up_machine.h"
 #include "transports/factories.h"
+#include "transports/verbs/endpoint.h"
 #include "transports/verbs/queue_pair.h"
 
 namespace kvlink::verbs {
@@ -23,7 +28,11 @@ struct Device {
   std::atomic<bool> present{true}, fatal{false};
   std::atomic<int> num_contexts{0}, num_regions{0}, num_attempts{0};
   std::atomic<uint32_t> next_key{1};
+  std::set<std::string> refuses;  // devices that register nothing
 } device;
+
+std::map<const ibv_pd*, std::string> names;  // of devices by protection domain
+std::deque<ibv_pd> domains;
 
 const Api& made_up() {
   static const Api api = [] {
@@ -39,7 +48,11 @@ const Api& made_up() {
       delete cq;
       return 0;
     };
-    api.reg_mr_iova2 = [](ibv_pd*, void*, size_t, uint64_t, unsigned) {
+    api.reg_mr_iova2 = [](ibv_pd* pd, void*, size_t, uint64_t, unsigned) -> ibv_mr* {
+      if (pd && device.refuses.contains(names.at(pd))) {
+        errno = EOPNOTSUPP;
+        return nullptr;
+      }
       ++device.num_regions;
       auto* const mr = new ibv_mr{};
       mr->rkey = mr->lkey = device.next_key++;
@@ -64,8 +77,10 @@ const Api& made_up() {
 
 std::shared_ptr<Nic> open_nic(const NicPlace& place, const DeviceNode& node = {}) {
   ++device.num_contexts;
+  ibv_pd* const pd = &domains.emplace_back();
+  names[pd] = place.device;
   return std::make_shared<Nic>(made_up(), Owned<ibv_context>(new ibv_context{}, made_up().close_device),
-                               Owned<ibv_pd>(nullptr, made_up().dealloc_pd), place, Manner{}, node);
+                               Owned<ibv_pd>(pd, made_up().dealloc_pd), place, Manner{}, node);
 }
 
 class VerbsPorts : public ::testing::Test {
@@ -121,6 +136,34 @@ class VerbsPorts : public ::testing::Test {
   std::unique_ptr<Ports> ports;
   int64_t now = 1'000'000'000;
 };
+
+/// Makes two ports of which one does not register, as a NIC whose driver takes no dma-buf.
+std::unique_ptr<Ports> two_ports(bool named) {
+  NicPlace able{"able", 1, 100'000}, unable{"unable", 1, 100'000};
+  able.named = unable.named = named;
+  return *Ports::make({open_nic(unable), open_nic(able)}, [](const NicPlace&) {
+    return Result<std::shared_ptr<Nic>>(Status::Config("they stay"));
+  });
+}
+
+TEST(VerbsLeftOut, APortThatCannotRegisterThePoolLeavesTheOthers) {
+  std::byte* const base = reinterpret_cast<std::byte*>(uint64_t{1} << 40);
+  const auto chosen = two_ports(false);
+  device.refuses = {"unable"};
+  ASSERT_TRUE(chosen->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead).ok());
+  EXPECT_EQ(chosen->size(), 1u);
+  EXPECT_EQ(chosen->address().nics[0].name, "able:1");
+  EXPECT_EQ(chosen->key(0, Access::kRead).rkeys.size(), 1u);
+  ASSERT_EQ(chosen->left_out().size(), 1u);
+  EXPECT_EQ(chosen->left_out()[0].name, "unable:1");
+  EXPECT_NE(chosen->left_out()[0].away.find("cannot register"), std::string::npos);
+  const auto named = two_ports(true);
+  EXPECT_EQ(named->register_everywhere({.base = base, .bytes = 4096}, Rights::kPeersRead).status().code(),
+            Code::kTransportUnavailable);
+  device.refuses = {"unable", "able"};
+  EXPECT_FALSE(two_ports(false)->register_everywhere({.base = base, .bytes = 64}, Rights::kLocal).ok());
+  device.refuses.clear();
+}
 
 TEST_F(VerbsPorts, ADeviceThatDiedIsClosedAndNothingOfItIsLeft) {
   device.present = false;
@@ -442,6 +485,84 @@ TEST_F(VerbsAddressing, APortThatGoesDownEndsItsConnectionsUnlessTheyAreToWait) 
     (*nic)->take_events();
     EXPECT_EQ((*nic)->losses(), waits ? 0U : 1U);
   }
+}
+
+// A NIC that pods share shows each of them the addresses of all.
+TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
+  machine.api.local_ips = [] { return std::vector<Gid>{gid_of("::ffff:10.56.0.12"), gid_of("2001:db8::7")}; };
+  testing::MadeUpPort& port = machine.add_roce("mlx5_0");
+  const std::vector<std::pair<std::vector<std::string>, int>> cases{
+      {{"::ffff:10.56.0.11", "::ffff:10.56.0.12"}, 1},
+      {{"::ffff:10.56.0.11", "2001:db8::7"}, 1},
+      {{"::ffff:10.56.0.11", "fe80::2"}, 1},
+      {{"::ffff:10.56.0.11"}, 0}};
+  for (const auto& [addresses, index] : cases) {
+    port.attributes.gid_tbl_len = static_cast<int>(addresses.size());
+    port.gids.clear();
+    for (const std::string& address : addresses) port.gids.emplace_back(address, "RoCE v2");
+    const auto nic = machine.open("mlx5_0");
+    ASSERT_TRUE(nic.ok()) << nic.status().what();
+    EXPECT_EQ((*nic)->gid_index(), index) << addresses.front();
+  }
+}
+
+/// The next event that the device tells.
+ibv_event_type next_event = IBV_EVENT_PORT_ACTIVE;
+bool has_event = false;
+
+TEST_F(VerbsAddressing, TablesAreReadAgainAfterWhateverMayChangeThem) {
+  machine.api.get_async_event = [](ibv_context*, ibv_async_event* event) {
+    if (!std::exchange(has_event, false)) return -1;
+    event->event_type = next_event;
+    event->element.port_num = 1;
+    return 0;
+  };
+  machine.api.ack_async_event = [](ibv_async_event*) {};
+  testing::MadeUpPort& port = machine.add_infiniband("mlx5_0");
+  for (const ibv_event_type type : {IBV_EVENT_PKEY_CHANGE, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_SM_CHANGE,
+                                    IBV_EVENT_CLIENT_REREGISTER, IBV_EVENT_GID_CHANGE}) {
+    port.pkeys = {0xffff, 0x8001};
+    const auto nic = *machine.open("mlx5_0", {.pkey = 0x8001});
+    EXPECT_EQ(nic->pkey_index(), 1);
+    next_event = type;
+    has_event = true;
+    nic->take_events();
+    EXPECT_EQ(nic->losses(), 0U) << "nothing has moved";
+    port.pkeys = {0x8001, 0xffff};
+    has_event = true;
+    nic->take_events();
+    EXPECT_EQ(nic->pkey_index(), 0) << type;
+    EXPECT_EQ(nic->losses(), 1U) << "queue pairs name their partition by its old index";
+  }
+}
+
+TEST_F(VerbsAddressing, EachConnectionAsksForTheMtu) {
+  testing::MadeUpPort& port = machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const auto mtu_of = [&] {
+    const std::unique_ptr<Cq> cq = *Cq::create(nic, 16, false);
+    const std::unique_ptr<Qp> qp = *Qp::create(nic, *cq, 4, 1);
+    EXPECT_TRUE(qp->connect({.lid = 33, .mtu = IBV_MTU_4096, .reads_out = 1, .reads_in = 1}, {}).ok());
+    EXPECT_EQ(qp->address().mtu, machine.modified[machine.modified.size() - 2].path_mtu);
+    return qp->address().mtu;
+  };
+  EXPECT_EQ(mtu_of(), IBV_MTU_4096);
+  port.attributes.active_mtu = IBV_MTU_1024;  // ip link set mtu 1500, which no event tells
+  EXPECT_EQ(mtu_of(), IBV_MTU_1024);
+}
+
+TEST_F(VerbsAddressing, WhereLargePacketsWereLostTheNextAreSmall) {
+  machine.add_infiniband("mlx5_0");
+  const auto nic = *machine.open("mlx5_0");
+  const Gid peer = gid_of("fe80::9");
+  const auto mtu_of = [&](const Gid& owner) {
+    auto endpoint = *open_endpoint(nic, nullptr, {0, "here->there", 1, owner}, {}, {});
+    return Hello::parse(endpoint->hello())->reader.mtu;
+  };
+  EXPECT_EQ(mtu_of(peer), IBV_MTU_4096);
+  nic->note_large_lost(peer);
+  EXPECT_EQ(mtu_of(peer), kSmallMtu);
+  EXPECT_EQ(mtu_of(gid_of("fe80::8")), IBV_MTU_4096);
 }
 
 Status made_with(const RdmaOptions& rdma) {

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tests against Python mutants: pytest collects once, and each mutant has a fork of that process.
+
+A plugin of pytest. KVLINK_MUTATION has the path of a plan in JSON. Each mutant is tried with the tests that reach it,
+the fastest first, until one fails. One that is made while its module is imported has a process of its own instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutation.mutants import Mutant, Outcome
+from mutation.python_mutants import Importer, Switch
+
+ROOT = Path(__file__).resolve().parents[2]
+_FEW = 60
+"""Tests for a mutant in a module without functions, of which nobody knows which tests reach it."""
+
+
+def patience_s(normal_s: float) -> float:
+    """Returns how long tests may take that take `normal_s` without a mutant."""
+    return 20 + 8 * normal_s
+
+
+def forked(action: Callable[[], Any], seconds: float) -> Any:
+    """Returns what `action` returns in a fork of this process, "timeout", or "crashed"."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.close(read)
+        with open(write, "w") as told:  # noqa: PTH123
+            json.dump(action(), told)
+        os._exit(0)
+    os.close(write)
+    text, until = b"", time.monotonic() + seconds
+    while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
+        part = os.read(read, 1 << 20)
+        if not part:
+            break
+        text += part
+    else:
+        text = b'"timeout"'
+    os.close(read)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return json.loads(text or b'"crashed"')
+
+
+class Server:
+    """Tries all mutants of the plan once the tests are collected."""
+
+    def __init__(self, plan: dict[str, Any], importer: Importer) -> None:
+        self._plan, self._importer = plan, importer
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Takes the place of pytest's own loop."""
+        items = {item.nodeid: item for item in session.items}
+        gc.freeze()
+        recorded = forked(lambda: self._record(list(items.values())), 1200)
+        if not isinstance(recorded, dict):
+            raise SystemExit(f"the tests without a mutant: {recorded}")
+        with Path(self._plan["results"]).open("w") as results:
+            for name, number, module_number, at_import in self._plan["mutants"]:
+                reaching = module_number if at_import else number
+                tests = sorted(
+                    (seconds, test) for test, (seconds, reached) in recorded.items() if reaching in reached
+                )
+                if at_import:
+                    line = [
+                        name,
+                        "at import",
+                        [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW],
+                    ]
+                else:
+                    tests = tests[: self._plan["most"]]
+                    chosen = [items[test] for _, test in tests]
+                    seconds = patience_s(sum(seconds for seconds, _ in tests))
+                    line = [name, *self._try(number, chosen, seconds)]
+                results.write(json.dumps(line) + "\n")
+                results.flush()
+        return True
+
+    def _record(self, items: Sequence[pytest.Item]) -> dict[str, Any]:
+        """How long each test takes, and which mutants it reaches."""
+        recorded = {}
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            Switch.reached.clear()
+            began = time.monotonic()
+            failed, skipped = _run(item, following)
+            if not failed and not skipped:
+                recorded[item.nodeid] = (time.monotonic() - began, sorted(Switch.reached))
+        return recorded
+
+    def _try(self, number: int, items: Sequence[pytest.Item], seconds: float) -> Sequence[str]:
+        def action() -> list[str]:
+            Switch.active = number
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                if _run(item, following)[0]:
+                    return ["killed", item.nodeid]
+            return ["survived", ""]
+
+        if not items:
+            return ["unreached", ""]
+        outcome = forked(action, seconds)
+        return [outcome, ""] if isinstance(outcome, str) else outcome
+
+
+def _run(item: pytest.Item, following: pytest.Item | None) -> tuple[bool, bool]:
+    """Returns whether a test failed, and whether it was skipped."""
+    from _pytest.runner import runtestprotocol
+
+    reports = runtestprotocol(item, nextitem=following, log=False)
+    return any(each.failed for each in reports), any(each.skipped for each in reports)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the server; a process for one mutant has none."""
+    if _PLAN and not _PLAN["active"]:
+        config.pluginmanager.register(Server(_PLAN, _IMPORTER))
+
+
+def try_all(
+    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, folder: Path
+) -> dict[str, Outcome]:
+    """Returns by name how the tests, so many at most, end with each mutant. The flag: it is made at import."""
+    files: dict[str, dict[str, int]] = {}
+    for number, (mutant, _) in enumerate(chosen, 1):
+        files.setdefault(mutant.file, {})[mutant.name] = number
+    numbers = {name: number for of_file in files.values() for name, number in of_file.items()}
+    module_numbers = {file: -1 - i for i, file in enumerate(files)}
+    rows = [(each.name, numbers[each.name], module_numbers[each.file], early) for each, early in chosen]
+    results = folder / f"results.{os.getpid()}"
+    plan = {
+        "files": files,
+        "mutants": rows,
+        "active": 0,
+        "results": str(results),
+        "patches": {},
+        "most": most,
+    }
+    results.unlink(missing_ok=True)
+    _pytest(plan, tests, folder, timeout=None)
+    outcomes = {}
+    for line in results.read_text().splitlines() if results.exists() else ():
+        name, status, detail = json.loads(line)
+        if status == "at import":
+            outcomes[name] = _alone({**plan, "active": numbers[name]}, detail, folder)
+        else:
+            outcomes[name] = Outcome(status, detail)
+    return outcomes
+
+
+def try_patch(file: str, old: str, new: str, tests: Sequence[str], folder: Path) -> Outcome:
+    """Returns how the tests end with a text replaced."""
+    return _alone({"files": {}, "active": 1, "patches": {file: (old, new)}}, tests, folder)
+
+
+def _alone(plan: dict[str, Any], tests: Sequence[str], folder: Path) -> Outcome:
+    try:
+        status, output = _pytest(plan, tests, folder, timeout=300)
+    except subprocess.TimeoutExpired:
+        return Outcome("timeout")
+    failed = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    named = failed.partition(" - ")[0].partition(" ")[2]
+    return Outcome({0: "survived", 1: "killed"}.get(status, "crashed"), named)
+
+
+def _pytest(
+    plan: dict[str, Any], tests: Sequence[str], folder: Path, timeout: float | None
+) -> tuple[int, str]:
+    written = folder / f"chosen.{os.getpid()}"
+    written.write_text(json.dumps(plan))
+    environment = {
+        **os.environ, "KVLINK_MUTATION": str(written), "PYTHONPATH": str(ROOT / "tests"), "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    gate = "not engines and not netns and not softroce and not slow and not newcomer and not verify"
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-x", "-m", gate, "-p", "mutation.python_tests", "-p", "no:cacheprovider",
+        "-p", "no:faulthandler", *tests,
+    ]  # fmt: skip
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=timeout, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    (folder / "pytest.log").write_text(ended.stdout)
+    return ended.returncode, ended.stdout
+
+
+def _read_plan() -> tuple[Any, Any]:
+    path = os.environ.get("KVLINK_MUTATION")
+    if not path:
+        return None, None
+    plan = json.loads(Path(path).read_text())
+    patches = {file: (old, new) for file, (old, new) in plan["patches"].items()}
+    Switch.active = plan["active"]
+    return plan, Importer(ROOT, plan["files"], patches)
+
+
+_PLAN, _IMPORTER = _read_plan()
