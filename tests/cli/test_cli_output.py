@@ -221,7 +221,7 @@ def test_help_is_a_command_too() -> None:
     ("words", "offered"),
     [
         ("kvlink do", {"doctor"}),
-        ("kvlink bench p", {"pull", "plan", "peers", "prefixes"}),
+        ("kvlink bench p", {"pull", "plan", "peers"}),
         ("kvlink router --pre", {"--prefill"}),
         ("kvlink demo --transport s", {"shm"}),
         ("kvlink bench pull --transport shm,c", {"shm,cma", "shm,cuda"}),

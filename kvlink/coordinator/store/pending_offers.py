@@ -203,6 +203,7 @@ class PendingOffers(Generic[W]):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
             self._drop(request_id, rank, refusals.expired(offer))
+        assert self.num_tickets >= 0
         return [self._give_up(waiter) for waiter in self.waiting.due(now)]
 
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:
@@ -269,7 +270,7 @@ class PendingOffers(Generic[W]):
             self._tickets.discard((request_id, rank))
             self._dropped.pop((request_id, rank), None)
             self._forget_owner(worker_id, (request_id, rank))
-        assert self._ticket_bytes >= 0 <= self.num_tickets
+        assert self._ticket_bytes >= 0
 
     def _prune(self, request_id: str, request: _Request) -> None:
         if not request.ranks:
