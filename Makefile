@@ -10,7 +10,7 @@ VENV := .venv
 JOBS ?= $(shell nproc)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
-CPP_FILES = $(shell find csrc tests/cpp tests/simulation benchmarks/peers/adapters -name '*.h' -o -name '*.cc')
+CPP_FILES = $(shell find csrc tests/cpp tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 STRICT := KVLINK_WERROR=ON

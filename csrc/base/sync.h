@@ -35,7 +35,7 @@ using Atomic = std::atomic<T>;
 /// Orders every access of this thread before it against every one after it, as all threads see them that
 /// issue it, too.
 inline void full_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-/// What this thread has stored or seen so far comes before what it stores later.
+/// Everything that this thread has stored or seen so far comes before what it stores later.
 inline void release_fence() { std::atomic_thread_fence(std::memory_order_release); }
 
 /// `doing` begins the message of a failure, here and below.

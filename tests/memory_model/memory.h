@@ -65,7 +65,7 @@ class Memory {
 /// Thrown out of a call of the table at the next access that other threads can observe.
 struct Paused {};
 
-/// What a thread has done in a call so far. Calls are run again from their beginning with what they loaded.
+/// The steps of a call that a thread has made so far. Calls start over with what they loaded.
 using Log = std::vector<uint64_t>;
 
 /// Runs one step of a thread: the accesses that it logged, then one more that others can observe.

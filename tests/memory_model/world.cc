@@ -108,7 +108,7 @@ uint64_t World::content_of(size_t request) const {
   return relays < 0 ? request + 1 : content_of(readers_of_[static_cast<size_t>(relays)].first);
 }
 
-/// Of a reader.
+/// Belongs to a reader.
 uint64_t World::load(size_t thread, size_t location, std::memory_order order) {
   const size_t candidates = state_->memory.num_candidates(thread, location, order);
   num_choices_ = std::max(num_choices_, candidates);

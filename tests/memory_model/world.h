@@ -28,7 +28,7 @@ struct Request {
   int8_t relays = -1;    // the reader whose block it offers on
 };
 
-/// What one exploration has, and the rules of the code around the table. Each rule is needed.
+/// The parts of one exploration, and the rules of the code around the table. Each rule is needed.
 struct Config {
   const char* name = "";
   std::vector<Request> requests;

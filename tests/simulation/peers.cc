@@ -42,7 +42,7 @@ std::shared_ptr<ScratchPool> make_scratch() {
 
 namespace {
 
-/// Of three slots, for all lanes of a run.
+/// A ring of three slots for all lanes of a run.
 MemoryRange staging_memory() {
   static const auto memory = HostMemory::allocate(3 * uint64_t{SlotRing::kSlotBytes}, false);
   return (*memory)->range();

@@ -76,7 +76,7 @@ TEST_P(CheckTest, EndsTheCallAndSaysWhich) {
 INSTANTIATE_TEST_SUITE_P(Contracts, CheckTest, ::testing::ValuesIn(kBroken),
                          [](const auto& one) { return std::string(one.param.name); });
 
-/// What stands in a slot is what the table stored there, at both ends of a lease.
+/// A slot holds what the table stored there, at both ends of a lease.
 struct PairTest : lease_tests::LeaseTableTest {};
 
 TEST_F(PairTest, ASlotThatAnotherWroteIsNoticedAtTheEndOfItsLease) {
