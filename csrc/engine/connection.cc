@@ -135,13 +135,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   const auto readers = connection_id == 0 ? nullptr : std::make_shared<AnnouncedReaders>(connection_id);
   for (const Probe& probe : probes) {
     if (!probe.status.ok()) {
-      why = probe.status;
-      if (probe.large && why.code() != Code::kCancelled) {
-        lost_large_ = true;
-        why = Status{Code::kPeerUnreachable,
-                     "the network carries small packets and not those of a payload: " + why.what(),
-                     "set one MTU, at least that of the NICs' interfaces, on every switch between them"};
-      }
+      why = why_missing(probe);
       probe.lane->close(why.what());
       ++missing_;
       continue;
@@ -165,6 +159,16 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   driver_ = make_driver();
   established_ = true;
   return regions;
+}
+
+/// Returns why a lane does not work, and remembers if packets of a payload get lost.
+Status Connection::why_missing(const Probe& probe) {
+  const Status& status = probe.status;
+  if (!probe.large || status.code() == Code::kCancelled) return status;
+  lost_large_ = true;
+  return Status{Code::kPeerUnreachable,
+                "the network carries small packets and not those of a payload: " + status.what(),
+                "set one MTU, at least that of the NICs' interfaces, on every switch between them"};
 }
 
 /// Transfers may outlive the connection, and they must not keep its lanes alive.

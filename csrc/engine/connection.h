@@ -97,6 +97,7 @@ class Connection {
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::vector<std::string>& lease_keys, const Patience& patience);
   static const Probe* refused_before(const std::vector<Probe>& probes, Lane& lane);
+  Status why_missing(const Probe& probe);
   void await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) const;
   ProgressThread& thread_of(size_t lane) { return *threads_[lane % threads_.size()]; }
 

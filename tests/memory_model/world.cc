@@ -351,16 +351,8 @@ bool World::step_reader(uint8_t who) {
         return end_read(who, false), true;
       reader.phase = Phase::kReady;
       return true;
-    case Phase::kReady: {
-      const bool behind = config_.ready_behind_nonce;
-      const uint64_t word =
-          load(thread, behind ? ready_at(seat.slot) : nonce_at(seat.slot), std::memory_order_acquire);
-      if (!behind && word != seat.nonce) return end_read(who, false), true;
-      const bool is_ready = (behind ? word : reader.got) > 0;
-      reader.got = 0;
-      reader.phase = !is_ready ? Phase::kNonce : config_.announces ? Phase::kAnnounce : Phase::kData;
-      return true;
-    }
+    case Phase::kReady:
+      return read_ready(who, seat);
     case Phase::kAnnounce:
       reader.phase = Phase::kData;
       if (!arrives) return true;
@@ -371,15 +363,7 @@ bool World::step_reader(uint8_t who) {
       memory.fence(thread, std::memory_order_seq_cst);  // a NIC's reads do not pass its writes
       return true;
     case Phase::kData:
-      if (reader.cut) return end_read(who, false), true;
-      reader.got = load(thread, block_at(of.block), std::memory_order_relaxed);
-      if (lease.taken && reader.in_time) violate("(c) a byte is read after the blocks have gone back");
-      for (size_t next = 0; next < config_.requests.size(); ++next) {  // what a relay offers on
-        if (config_.requests[next].relays == who)
-          memory.store(thread, block_at(config_.requests[next].block), reader.got, std::memory_order_relaxed);
-      }
-      reader.phase = Phase::kValidate;
-      return true;
+      return read_data(who);
     case Phase::kValidate:
       if (config_.reader_fences) memory.fence(thread, std::memory_order_acquire);
       end_read(who, load(thread, nonce_at(seat.slot), std::memory_order_acquire) == seat.nonce);
@@ -394,6 +378,34 @@ bool World::step_reader(uint8_t who) {
     default:
       return false;
   }
+}
+
+bool World::read_ready(uint8_t who, const LeaseSeat& seat) {
+  Reader& reader = state_->readers[who];
+  const bool behind = config_.ready_behind_nonce;
+  const uint64_t word =
+      load(kFirstReader + who, behind ? ready_at(seat.slot) : nonce_at(seat.slot), std::memory_order_acquire);
+  if (!behind && word != seat.nonce) return end_read(who, false), true;
+  const bool is_ready = (behind ? word : reader.got) > 0;
+  reader.got = 0;
+  reader.phase = !is_ready ? Phase::kNonce : config_.announces ? Phase::kAnnounce : Phase::kData;
+  return true;
+}
+
+bool World::read_data(uint8_t who) {
+  Reader& reader = state_->readers[who];
+  if (reader.cut) return end_read(who, false), true;
+  const auto request = readers_of_[who].first;
+  const size_t thread = kFirstReader + who;
+  reader.got = load(thread, block_at(config_.requests[request].block), std::memory_order_relaxed);
+  if (state_->leases[request].taken && reader.in_time)
+    violate("(c) a byte is read after the blocks have gone back");
+  for (const Request& other : config_.requests) {  // what a relay offers on
+    if (other.relays == who)
+      state_->memory.store(thread, block_at(other.block), reader.got, std::memory_order_relaxed);
+  }
+  reader.phase = Phase::kValidate;
+  return true;
 }
 
 void World::end_read(uint8_t who, bool valid) {

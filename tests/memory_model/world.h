@@ -116,6 +116,8 @@ class World {
   bool take(uint8_t who);
   void report();
   bool step_reader(uint8_t who);
+  bool read_ready(uint8_t who, const LeaseSeat& seat);
+  bool read_data(uint8_t who);
   void end_read(uint8_t who, bool valid);
   void look_at_clock();
 

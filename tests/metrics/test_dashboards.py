@@ -129,7 +129,7 @@ def test_the_reference_explains_a_metric_as_its_help_does(exposed: str) -> None:
 
 
 def test_the_page_of_vllm_explains_a_metric_as_its_help_does() -> None:
-    sources = (DEPLOY.parent / "vllm").rglob("stats.py")
+    sources = (DEPLOY.parent / "vllm").rglob("*.py")
     source = "\n".join(path.read_text() for path in sources)
     helped = dict(re.findall(r'"(vllm:kvlink_\w+)",\s+(?:documentation=)?"(.*?)"', source))
     page = (DOCS / "servers" / "vllm-failures.md").read_text()

@@ -147,6 +147,23 @@ bool World::draw_source(Source& source, const std::vector<Content>& contents, Ca
   return draw_lease(source);
 }
 
+bool World::draw_soft_lease(Source& source, uint64_t ready, int64_t soon,
+                            const std::function<void()>& give_back) {
+  Owner& owner = *source.peer->owner;
+  const auto seat = owner.leases().grant_soft(source.owner_blocks, ready, kNoExpiryNs, now_ns());
+  if (!seat.ok()) return false;
+  source.seat = *seat;
+  source.lease_may_end = chance(50);
+  for (int64_t more = random().between(0, 2); more > 0; --more) offered_.push_back(source);
+  if (!source.lease_may_end) return true;
+  owner.later(soon, [&owner, blocks = source.owner_blocks, give_back] {
+    note(Event::kSoftRevoked);
+    owner.leases().revoke(blocks);
+    give_back();
+  });
+  return true;
+}
+
 bool World::draw_lease(Source& source) {
   Peer& peer = *source.peer;
   Owner& owner = *peer.owner;
@@ -163,20 +180,8 @@ bool World::draw_lease(Source& source) {
     for (const uint32_t block : blocks) write_block(owner.block(block), kUnwritten);
   };
   const int64_t soon = now() + random().between(0, kMillisecond);
-  if (!peer.steady && !is_late && !source.streams && chance(8)) {
-    const auto seat = owner.leases().grant_soft(blocks, ready, kNoExpiryNs, now_ns());
-    if (!seat.ok()) return false;
-    source.seat = *seat;
-    source.lease_may_end = chance(50);
-    for (int64_t more = random().between(0, 2); more > 0; --more) offered_.push_back(source);
-    if (!source.lease_may_end) return true;
-    owner.later(soon, [&owner, blocks, give_back] {
-      note(Event::kSoftRevoked);
-      owner.leases().revoke(blocks);
-      give_back();
-    });
-    return true;
-  }
+  if (!peer.steady && !is_late && !source.streams && chance(8))
+    return draw_soft_lease(source, ready, soon, give_back);
   const int64_t ttl = peer.steady ? kLongNs
                                   : random().one_of<int64_t>({kLongNs, kLongNs, kLongNs, kLongNs,
                                                               20 * kMillisecond, 2 * kMillisecond});

@@ -96,6 +96,7 @@ class World {
   std::vector<uint32_t> take_reader_blocks(Call& call, size_t num);
   bool draw_source(Source& source, const std::vector<Content>& contents, Call* relay);
   bool draw_lease(Source& source);
+  bool draw_soft_lease(Source& source, uint64_t ready, int64_t soon, const std::function<void()>& give_back);
   void grow(const Source& source, uint64_t ready);
   bool start_at_once(Call& call);
   void start_waiting(Call& call, Relaying relaying);

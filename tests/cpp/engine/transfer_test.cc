@@ -61,9 +61,10 @@ TEST_F(TransferTest, ALaneThatBreaksUnderDataAndSlotReadHasBothReadAgain) {
     ASSERT_EQ(look.kind, Kind::kSlot);
     slot_says(kNonce);
     transfer->ended(look, {}, 6);
-    EXPECT_EQ(transfer->next(kOneOp, true, 1, 7).kind, Kind::kSettle);
+    const Step settle = transfer->next(kOneOp, true, 1, 7);
+    EXPECT_EQ(settle.kind, Kind::kSettle);
     EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
-    transfer->refuse(Status::Cancelled("the test ends"), 8);
+    transfer->ended(settle, {}, 8);
   }
 }
 
