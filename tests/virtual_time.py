@@ -7,6 +7,7 @@ For code that reads its loop's clock and waits for nothing outside the loop. Thr
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -52,6 +53,16 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         loop.run_until_complete(_cancel_others())
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Makes a test of a coroutine function. It runs in virtual time."""
+
+    @functools.wraps(test)
+    def runs(*args: Any, **kwargs: Any) -> None:
+        run(lambda: test(*args, **kwargs))
+
+    return runs
 
 
 async def _cancel_others() -> None:

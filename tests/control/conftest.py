@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 
 import pytest
 from control.cards import make_card
+from control.etcd_cluster import EtcdCluster, start_etcd
 from control.fake_etcd import Clock, FakeEtcd
 from control.processes import CoordinatorProcess
+from making import making
 
 from kvlink.control import CoordinatorClient
 from kvlink.coordinator import Coordinator
@@ -30,6 +33,13 @@ def late_answers_count(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         monkeypatch.setattr("kvlink.control.client._CLAIM_SLACK_S", 30.0)
 
 
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    """A real one, of one member."""
+    with closing(start_etcd()) as etcd:
+        yield etcd
+
+
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
     coordinator = Coordinator()
@@ -46,15 +56,8 @@ async def client(coordinator: Coordinator) -> AsyncIterator[CoordinatorClient]:
 
 @pytest.fixture
 def coordinator_process() -> Iterator[Callable[[float], CoordinatorProcess]]:
-    started: list[CoordinatorProcess] = []
-
-    def start(lease_s: float = 10.0) -> CoordinatorProcess:
-        started.append(CoordinatorProcess(lease_s))
-        return started[-1]
-
-    yield start
-    for coordinator in started:
-        coordinator.kill()
+    with making(lambda lease_s=10.0: CoordinatorProcess(lease_s), "kill") as start:
+        yield start
 
 
 @pytest.fixture

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real coordinator over loopback: calls, refusals, health, reflection, limits, its end."""
+"""Calls of a coordinator: tickets from client to client, handoff streams, and its status."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
+import sys
+import time
+from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -18,15 +24,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import closed_port, until
 
-from kvlink.control import CoordinatorClient, SettleOrder
+from kvlink.cli.status import Row, _ask, _sentence, show
+from kvlink.control import Claim, CoordinatorClient, Security, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
-from kvlink.control.limits import MAX_REQUEST_BYTES
+from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
+from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.feed import Feed, merged
+from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.server import Send
-from kvlink.control.values import Nothing, Watch, WorkerChanges
+from kvlink.control.values import CoordinatorStatus, Nothing, Watch, WorkerChanges
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, LeaseExpired, UnknownRequest
+from kvlink.layout.model_identity import identity_text
 from kvlink.types import Joined, WorkerChange
 
 
@@ -285,3 +295,284 @@ async def test_a_stopped_coordinator_costs_no_more_than_the_timeout(coordinator_
             await client._channel.call(CoordinatorCalls.STATUS, Nothing(), 0.5)
         process.send(signal.SIGCONT)
         assert (await client.status()).workers == 0
+
+
+NAMES = [f"w{number:05}" for number in range(10_000)]
+
+
+async def serving(num_workers: int) -> Coordinator:
+    store = MemoryStore(lease_s=3600.0)
+    coordinator = Coordinator(store)
+    await coordinator.start()
+    for number, name in enumerate(NAMES[:num_workers]):
+        card = replace(make_card(name, process=number + 1), agent=f"127.0.0.1:{number + 1}")
+        await store.join(card, rejoin=False)
+    return coordinator
+
+
+async def asked(coordinator: Coordinator, as_json: bool, limit: int) -> tuple[CoordinatorStatus, list[str]]:
+    counts, rows = await _ask(coordinator.address, as_json, limit)
+    return counts, [row["worker"] for row in rows]
+
+
+async def test_a_table_is_limited_and_json_is_not() -> None:
+    coordinator = await serving(7)
+    assert (await asked(coordinator, False, 3))[1] == NAMES[:3]
+    for as_json, limit in ((False, 7), (False, 0), (True, 3)):
+        assert (await asked(coordinator, as_json, limit))[1] == NAMES[:7]
+    await coordinator.close()
+
+
+async def test_rows_of_a_large_fleet_look_as_those_of_a_small_one() -> None:
+    coordinator = await serving(2)
+    (_, whole), (_, first) = [await _ask(coordinator.address, False, limit) for limit in (0, 1)]
+    await coordinator.close()
+    assert {**first[0], "started": ""}.items() <= {**whole[0], "started": ""}.items()
+    assert set(whole[0]) - set(first[0]) == {"model", "pid", "refused"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_servers_of_a_model_stand_together(as_json: bool) -> None:
+    coordinator = await serving(3)
+    for number, digits in enumerate("bab"):
+        card = make_card(NAMES[number], process=number + 1)
+        text = identity_text(digits * 16, {"name": f"/models/{digits}"})
+        layouts = tuple(replace(layout, model=text) for layout in card.layouts)
+        await coordinator._store.join(
+            replace(card, agent=f"127.0.0.1:{number + 1}", layouts=layouts), rejoin=True
+        )
+    _, rows = await _ask(coordinator.address, as_json, 0)
+    await coordinator.close()
+    assert [row["worker"] for row in rows] == [NAMES[1], NAMES[0], NAMES[2]]
+    assert "a" * 16 in rows[0]["model"]
+    assert "/models/a" in rows[0]["model"]
+
+
+async def test_a_draining_worker_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = await serving(2)
+    await coordinator._store.join(replace(make_card(NAMES[1], process=2), draining=True), rejoin=True)
+    for limit in (0, 1_000):
+        _, rows = await _ask(coordinator.address, False, limit)
+        assert [row["state"] for row in rows] == ["up", "draining"]
+    _, rows = await _ask(coordinator.address, True, 0)
+    assert [row["draining"] for row in rows] == [False, True]
+    await asyncio.to_thread(show, coordinator.address, False, 1)
+    await coordinator.close()
+    assert "2 workers (1 draining), 0 offers" in capsys.readouterr().out
+
+
+def test_it_says_how_many_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answer(*_: object) -> tuple[CoordinatorStatus, list[Row]]:
+        return CoordinatorStatus(workers=12), [{"worker": "w0"}]
+
+    monkeypatch.setattr(sys.modules["kvlink.cli.status"], "_ask", answer)
+    show("127.0.0.1:1", False, 1)
+    assert "11 more workers are not shown; --limit 0 or --json shows all of them" in capsys.readouterr().out
+
+
+@pytest.mark.verify
+async def test_ten_thousand_workers_are_shown_within_three_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    coordinator = await serving(10_000)
+    began = time.monotonic()
+    await asyncio.to_thread(show, coordinator.address, False, 100)
+    took_s = time.monotonic() - began
+    await coordinator.close()
+    shown = capsys.readouterr().out
+    assert "10000 workers" in shown
+    assert "\n9900 more workers are not shown" in shown
+    assert took_s < 3.0
+    print(f"{took_s:.2f} s", end=" ")
+
+
+@pytest.mark.verify
+async def test_ten_thousand_workers_are_listed_as_json_within_three_seconds_of_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counts the CPU time of both ends, which share this process. On an idle core that is all the time it takes."""
+    patient = partial(CoordinatorClient, timeout_s=60.0)
+    monkeypatch.setattr(sys.modules["kvlink.cli.status"], "CoordinatorClient", patient)
+    coordinator = await serving(10_000)
+    began = time.process_time()
+    await asyncio.to_thread(show, coordinator.address, True, 100)
+    took_s = time.process_time() - began
+    await coordinator.close()
+    shown = capsys.readouterr().out
+    assert shown.count('"worker"') == 10_000
+    assert took_s < 3.0
+    print(f"{took_s:.2f} s", end=" ")
+
+
+def test_the_sentence_has_the_directorys_size_once_it_is_used() -> None:
+    status = CoordinatorStatus(prefixes=2, prefix_bytes=3 << 20, published_prefixes=5)
+    used = status._replace(prefix_lookups=9, prefix_hits=4)
+    assert _sentence("here", used).endswith("; 2 prefixes in 3.00 MiB, found by 4 of 9 lookups")
+    assert "prefix" not in _sentence("here", CoordinatorStatus(workers=3))
+
+
+async def test_offers_before_and_after_their_claims(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    order = [(kind, number) for kind in ("offer", "claim") for number in range(3 * MAX_BATCH_OPS)]
+    random.Random(1).shuffle(order)
+    claims: dict[int, asyncio.Future[list[bytes]]] = {}
+    offers: list[asyncio.Future[None]] = []
+    async with client.handoffs() as stream:
+        for count, (kind, number) in enumerate(order):
+            if kind == "offer":
+                offers.append(stream.offer(make_offer(f"r{number}")))
+            else:
+                claims[number] = stream.claim(Claim(f"r{number}", 30.0))
+            if count % 700 == 0:
+                await client.status()  # the stream sends meanwhile
+        await asyncio.gather(*offers)
+        for number, claim in claims.items():
+            assert await claim == [make_offer(f"r{number}").ticket]
+        assert repr(stream) == "HandoffStream(open, 0 operations pending)"
+    assert (await client.status()).claimed == 3 * MAX_BATCH_OPS
+
+
+async def test_two_streams_meet(client: CoordinatorClient, coordinator: Coordinator) -> None:
+    await client.join(make_card())
+    async with (
+        CoordinatorClient(coordinator.address) as other,
+        client.handoffs() as prefill,
+        other.handoffs() as decode,
+    ):
+        claims = [decode.claim(Claim(f"r{number}", 30.0)) for number in range(2_000)]
+        await until(lambda: holds(client, "waiting_claims", 2_000))
+        offers = [prefill.offer(make_offer(f"r{number}")) for number in range(2_000)]
+        assert await asyncio.gather(*claims) == [[make_offer(f"r{number}").ticket] for number in range(2_000)]
+        await asyncio.gather(*offers)
+
+
+async def test_each_refusal_goes_to_its_caller(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as stream:
+        good, stranger = stream.offer(make_offer("good")), stream.offer(make_offer("r", "stranger"))
+        settle, lost = (
+            stream.settle(SettleOrder("prefill", 1, 1, 1)),
+            stream.settle(SettleOrder("gone", 1, 1, 1)),
+        )
+        claim, vain = stream.claim(Claim("good", 5.0)), stream.claim(Claim("bad", 0.05))
+        with pytest.raises(ConfigError, match="num_seats"):
+            stream.offer(make_offer("r")._replace(num_seats=0))
+        last = stream.offer(make_offer("last"))
+        with pytest.raises(CoordinatorError, match="'stranger' is not joined"):
+            await stranger
+        with pytest.raises(UnknownRequest, match="'gone' is not joined"):
+            await lost
+        with pytest.raises(UnknownRequest, match="'bad': no worker offered it"):
+            await vain
+        assert [await good, await settle, await last] == [None] * 3
+        assert await claim == [make_offer("good").ticket]
+
+
+async def test_tickets_of_any_size_fit(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    ticket = bytes(MAX_REQUEST_BYTES // 2)
+    async with client.handoffs() as stream:
+        offers = [stream.offer(make_offer(f"r{number}")._replace(ticket=ticket)) for number in range(5)]
+        await asyncio.gather(*offers)
+        assert await stream.claim(Claim("r4")) == [ticket]
+
+
+async def test_cancelled_operations_do_not_confuse_the_others(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as stream:
+        given_up, wanted = stream.claim(Claim("r", 30.0)), stream.claim(Claim("s", 30.0))
+        given_up.cancel()
+        await asyncio.gather(stream.offer(make_offer("r")), stream.offer(make_offer("s")))
+        assert await wanted == [make_offer("s").ticket]
+
+
+async def test_cancelled_claims_leave_and_their_tickets_go_to_others(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as given_up, client.handoffs() as wanted:
+        claims = [given_up.claim(Claim(f"r{number}", 30.0)) for number in range(10_000)]
+        await until(lambda: holds(client, "waiting_claims", 10_000))
+        for claim in claims[1:]:
+            claim.cancel()
+        await until(lambda: holds(client, "waiting_claims", 1))
+        await asyncio.gather(*(wanted.offer(make_offer(f"r{number}")) for number in range(100)))
+        for number in range(1, 100):
+            assert await wanted.claim(Claim(f"r{number}", 5.0)) == [make_offer(f"r{number}").ticket]
+        assert await claims[0] == [make_offer("r0").ticket]
+        assert repr(given_up) == "HandoffStream(open, 0 operations pending)"
+
+
+async def test_a_claim_that_is_cancelled_before_it_is_sent_takes_nothing(client: CoordinatorClient) -> None:
+    await client.join(make_card())
+    async with client.handoffs() as stream:
+        stream.claim(Claim("r", 30.0)).cancel()
+        claimed = stream.claim(Claim("r", 30.0))
+        await stream.offer(make_offer("r"))
+        assert await claimed == [make_offer("r").ticket]
+
+
+class Broken(MemoryStore):
+    """With a bug in its claims."""
+
+    def claim(self, claim: Claim) -> asyncio.Future[list[bytes]]:
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        answer.set_exception(ZeroDivisionError("a bug"))
+        return answer
+
+
+async def test_a_bug_is_told_and_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(Broken())
+    async with CoordinatorClient(await coordinator.start()) as client, client.handoffs() as stream:
+        with pytest.raises(CoordinatorError, match="ZeroDivisionError: a bug"):
+            await stream.claim(Claim("r1"))
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "request=r1" in record.getMessage()
+    assert record.exc_info is not None
+    await coordinator.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+async def test_a_broken_stream_fails_what_is_unanswered(
+    coordinator_process: Callable[..., CoordinatorProcess], how: str
+) -> None:
+    process = coordinator_process()
+    async with CoordinatorClient(process.address) as client, client.handoffs() as stream:
+        claim = stream.claim(Claim("r", 30.0))
+        await until(lambda: holds(client, "waiting_claims"))
+        if how == "killed":
+            process.kill()
+        else:
+            await stream.close()
+        with pytest.raises(CoordinatorUnavailable):
+            await claim
+        with pytest.raises(CoordinatorUnavailable):
+            stream.claim(Claim("r", 30.0))
+
+
+async def test_who_was_sending_learns_why_the_stream_ended(
+    coordinator_process: Callable[..., CoordinatorProcess],
+) -> None:
+    """gRPC by itself says INTERNAL of most of these."""
+    trust = Security().coordinators()
+    channel = Channel(coordinator_process().address, "coordinator", "", trust=trust)
+    for _ in range(100):
+        async with HandoffStream(channel.open(replace(CoordinatorCalls.HANDOFFS, name="Missing"))) as stream:
+            with pytest.raises(CoordinatorError, match="has no method Missing"):  # noqa: PT012
+                while True:
+                    stream.claim(Claim("r", 30.0))
+                    await asyncio.sleep(0)
+    await channel.close()
+
+
+async def test_a_client_that_vanishes_leaves_no_claim_behind(
+    client: CoordinatorClient, coordinator: Coordinator
+) -> None:
+    async with CoordinatorClient(coordinator.address) as other:
+        stream = other.handoffs()
+        stream.claim(Claim("r", 30.0))
+        unary = asyncio.create_task(other.claim("s", 30.0))
+        await until(lambda: holds(client, "waiting_claims", 2))
+        unary.cancel()
+        await stream.close()
+    await until(lambda: holds(client, "waiting_claims", 0))

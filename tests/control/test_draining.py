@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, start_etcd
+from control.etcd_cluster import EtcdCluster
 from control.fleet import Fleet, Load
 from waiting import until
 
@@ -26,13 +26,6 @@ SAID_UNDER_LOAD = re.compile(
     r"the watch of etcd lags behind, moving it to another member revision=\d+ seen=\d+|"
     r"Aborting method \[\S+\] due to server stop\."
 )
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    etcd = start_etcd()
-    yield etcd
-    etcd.close()
 
 
 @pytest.fixture

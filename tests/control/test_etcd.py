@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store on etcd handles batches, its history, its limits, and members that fall silent."""
+"""The store on etcd handles batches, its history and its limits."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import signal
 from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 
@@ -206,29 +205,6 @@ async def test_a_settle_order_is_deleted_when_it_was_passed_on(store: EtcdStore,
         await asyncio.sleep(0.01)
     _, kvs = await etcd.load(store._sync._layout.prefix)
     assert not any(b"settles/" in kv.key for kv in kvs)
-
-
-@pytest.mark.slow
-async def test_a_member_that_falls_silent_is_left() -> None:
-    cluster = start_etcd(3)
-    store = EtcdStore(f"etcd://{cluster.addresses}/silent", 600.0)  # nobody beats
-    try:
-        await store.start()
-        await store.join(make_card(), rejoin=False)
-        for number in range(3):
-            cluster.send(number, signal.SIGSTOP)
-            offered = False
-            while not offered:
-                try:
-                    await store.offer(make_offer(f"r{number}"))
-                    offered = True
-                except Refused as refused:
-                    assert refused.reason is Reason.NOT_READY
-            assert await store.claim(Claim(f"r{number}", 30.0)) == [make_offer(f"r{number}").ticket]
-            cluster.send(number, signal.SIGCONT)
-    finally:
-        await store.close()
-        cluster.close()
 
 
 async def test_nobody_there_is_said_within_the_patience_of_clients() -> None:

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An etcd that was emptied or restored from a snapshot, under coordinators that live on."""
+"""The clocks of the stores: etcd's history and leases, and the loop's time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import pytest
 from control.cards import make_card, make_offer
+from control.etcd_cluster import EtcdCluster
 from control.fake_etcd import FakeEtcd
+from virtual_time import run, virtual
 from waiting import until
 
-from kvlink.control import Claim
+from kvlink.control import Claim, Limits
 from kvlink.control.refusal import Reason, Refused
-from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.control.rpc.channel import Channel
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore, api
+from kvlink.coordinator.store.etcd.api import Etcd
 from kvlink.coordinator.store.etcd.history import History
 from kvlink.coordinator.store.etcd.membership import MAX_TRIES
+from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.types import Joined, WorkerChange
 from kvlink.v1 import etcd_pb2 as pb
 
@@ -243,3 +250,78 @@ async def test_a_revision_that_will_not_come_is_not_awaited(
     await asyncio.sleep(0)
     fake_etcd.wipe()
     await waiting
+
+
+def over_fake_etcd() -> Store:
+    return EtcdStore("etcd://127.0.0.1:1/fleet", lease_s=7_200.0, trust=FakeEtcd())
+
+
+@pytest.mark.parametrize("make", [lambda: MemoryStore(7_200.0), over_fake_etcd], ids=["memory", "fake"])
+@virtual
+async def test_a_ticket_expires_when_the_loop_says_so(make: Callable[[], Store]) -> None:
+    store = make()
+    await store.start()
+    await store.join(make_card(), rejoin=False)
+    await store.offer(make_offer("r", ttl_s=3_600.0))
+    await asyncio.sleep(3_599.0)
+    assert (await store.status()).tickets == 1
+    await asyncio.sleep(2.0)
+    assert ((await store.status()).tickets, (await store.status()).expired) == (0, 1)
+    await store.close()
+
+
+NUM_LEASES = Limits().workers
+
+
+class _Busy:
+    """A member that takes 0.1 ms for each lease, and 5 ms to begin."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def open(self, method: object) -> _Busy:
+        self.num_calls += 1
+        self._leases: list[int] = []
+        return self
+
+    async def send(self, request: pb.LeaseKeepAliveRequest) -> None:
+        self._leases.append(request.ID)
+
+    async def finish(self) -> None:
+        await asyncio.sleep(0.005)
+
+    async def receive(self) -> pb.LeaseKeepAliveResponse | None:
+        if not self._leases:
+            return None
+        await asyncio.sleep(0.0001)
+        lease = self._leases.pop()
+        return pb.LeaseKeepAliveResponse(ID=lease, TTL=0 if lease % 7 == 0 else 10)
+
+    def leave(self) -> None:
+        raise AssertionError("it was slow, and not away")
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_member_that_takes_a_second_for_all_of_them_renews_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = _Busy()
+    monkeypatch.setattr(api, "Channel", lambda *_, **__: cast(Channel, busy))
+
+    async def main() -> set[int]:
+        return await Etcd("busy:2379").keep_alive(range(1, NUM_LEASES + 1))
+
+    assert run(main) == {lease for lease in range(1, NUM_LEASES + 1) if lease % 7}
+    assert busy.num_calls == 20
+
+
+async def test_ten_thousand_leases_of_a_real_etcd(etcd: EtcdCluster) -> None:
+    client = Etcd(etcd.addresses)
+    leases: set[int] = set()
+    for _ in range(NUM_LEASES // 100):
+        leases.update(await asyncio.gather(*(client.grant(600) for _ in range(100))))
+    for _ in range(3):
+        assert await client.keep_alive(leases) == leases
+    await client.close()

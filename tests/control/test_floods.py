@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silent, slow and noisy strangers, and callers that ask for too much: who is honest is served all the same."""
+"""Calls that nobody expects: floods, and arbitrary bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.certificates import Pki
+from control.codec_values import EXAMPLES, METHODS
+from control.test_instructions_of_calls import MOST, State
 from control.watching import holds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transports.pools import fill, wide
 from waiting import until
 
 from kvlink import Worker, WorkerConfig
 from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient, Limits, Security
+from kvlink.control.codec import CoordinatorCalls as Calls
+from kvlink.control.codec import Method
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS
 from kvlink.control.refusal import Overloaded
 from kvlink.control.rpc import server
+from kvlink.control.values import Claim
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.monitoring.status_page import serving
@@ -205,3 +215,51 @@ def test_strangers_at_a_worker_cost_its_readers_nothing(strangers: list[socket.s
                 assert reader.pull(owner.offer(f"r{number}", [1, 2]), [1, 2]).wait(20)
                 assert (reader.pool.numpy(0)[: 3 << 14] == owner.pool.numpy(0)[: 3 << 14])[1 << 14 :].all()
             crowd(strangers, f"127.0.0.1:{port}", 50)
+
+
+MOST_KEPT_BYTES = 4 << 20
+VALUES = {id(codec): values for codec, values in EXAMPLES}
+SURROGATE = b"\xed\xa0\x80"
+CHUNKS = st.sampled_from([SURROGATE, b"\xff" * 9, b"\0", b"\x80" * 10, b"\x0a\x03" + SURROGATE])
+
+
+@st.composite
+def blobs(draw: st.DrawFn, method: Method[Any, Any]) -> bytes:
+    """A valid message, most of the time with bytes cut out, changed or put in."""
+    values = VALUES.get(id(method.request))
+    blob = bytearray(method.request.encode(draw(values)) if values is not None else b"")
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(blob)))
+        blob[at : at + draw(st.integers(0, 4))] = draw(CHUNKS | st.binary(max_size=4))
+    return bytes(blob * draw(st.sampled_from([1, 1, 1, 200])))
+
+
+async def call(method: Method[Any, Any], messages: list[bytes]) -> None:
+    state = State()
+    await state.store.start()
+    try:
+        await state.serve(method, messages)
+        assert state.steps.most <= MOST
+        await state.store.join(state.card, False)
+        await state.call(Calls.OFFER, make_offer("honest"))
+        answer = await state.call(Calls.CLAIM, Claim("honest", 0.0))
+        assert answer.code is grpc.StatusCode.OK
+        assert Calls.CLAIM.reply.decode(answer.replies[0]) == [make_offer("honest").ticket]
+    finally:
+        await state.close()
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+@pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
+def test_any_bytes(method: Method[Any, Any]) -> None:
+    @settings(max_examples=20, deadline=None)
+    @given(st.lists(blobs(method), min_size=1, max_size=2))
+    def run(messages: list[bytes]) -> None:
+        asyncio.run(call(method, messages))
+
+    run()
+    tracemalloc.start()
+    run()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < MOST_KEPT_BYTES

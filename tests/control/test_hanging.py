@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 from control.cards import make_card, make_offer
-from control.etcd_cluster import EtcdCluster, start_etcd
+from control.etcd_cluster import EtcdCluster
 from control.fleet import Fleet
 
 from kvlink.control import CoordinatorClient, Session
@@ -21,13 +20,6 @@ pytestmark = [pytest.mark.verify, pytest.mark.claims_move_on]
 
 LEASE_S = 6.0
 NUM_WORKERS = 10
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    etcd = start_etcd()
-    yield etcd
-    etcd.close()
 
 
 async def test_no_worker_goes_down_and_every_ticket_is_claimed(etcd: EtcdCluster) -> None:

@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers that a coordinator refuses for now are sent again until it accepts them or they expire. In virtual time."""
+"""Offers that are refused or withdrawn: they are sent again, or go to another reader."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
 import pytest
 from control.cards import make_card, make_offer
-from virtual_time import run
+from control.fake_etcd import FakeEtcd
+from control.watching import holds
+from virtual_time import run, virtual
+from waiting import until
 
-from kvlink.control import CoordinatorClient, Offer, Session, SessionState
+from kvlink.control import Claim, CoordinatorClient, Offer, Session, SessionState, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Overloaded
+from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.values import Membership, Push, PushKind
-from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable
+from kvlink.coordinator import Coordinator
+from kvlink.coordinator.store import Store
+from kvlink.coordinator.store.etcd import EtcdStore
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, UnknownRequest
 from kvlink.runtime.backoff import FIRST_S
 from kvlink.runtime.supervised import failures
 from kvlink.types import WorkerCard
@@ -26,7 +36,7 @@ _LEASE_S = 10.0
 
 
 class _Beats:
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: RefusingCoordinator) -> None:
         self._coordinator = coordinator
         self._pushes: asyncio.Queue[Push | None] = asyncio.Queue()
 
@@ -50,7 +60,7 @@ class _Beats:
         pass
 
 
-class Coordinator:
+class RefusingCoordinator:
     """As CoordinatorClient and its handoff stream. Refuses offers with `refuses` while that is set."""
 
     address = "simulated"
@@ -85,10 +95,10 @@ class Coordinator:
     async def leave(self, worker_id: str, epoch: int, timeout_s: float = 1.0) -> None:
         pass
 
-    def handoffs(self) -> Coordinator:
+    def handoffs(self) -> RefusingCoordinator:
         return self
 
-    async def __aenter__(self) -> Coordinator:
+    async def __aenter__(self) -> RefusingCoordinator:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -103,7 +113,7 @@ class Coordinator:
         self.accepted[offer.request_id] = offer
 
 
-async def rejoined(coordinator: Coordinator, refuses: Exception, **ttls: float) -> Session:
+async def rejoined(coordinator: RefusingCoordinator, refuses: Exception, **ttls: float) -> Session:
     """A worker whose coordinator forgot its offers, and refuses them when they are sent again."""
     session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
     for request_id, ttl_s in ttls.items():
@@ -117,31 +127,28 @@ async def rejoined(coordinator: Coordinator, refuses: Exception, **ttls: float) 
     return session
 
 
-def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await rejoined(coordinator, Overloaded("full"), short=5.0, ended=600.0, long=600.0)
-        session.forget("ended")
-        await asyncio.sleep(30.0)
-        last = {
-            name: max(at for at, of in coordinator.attempts if of == name)
-            for name in ("short", "ended", "long")
-        }
-        assert last["ended"] <= 1.0
-        assert 1.0 < last["short"] <= 5.0, "never after its time"
-        assert 28.0 < last["long"] <= 31.0
-        assert len(coordinator.attempts) < 70, "at most every second, after a few quick ones"
-        coordinator.refuses = None
-        await asyncio.sleep(2.0)
-        (accepted,) = coordinator.accepted.values()
-        assert accepted.request_id == "long"
-        assert 600.0 - 33.0 <= accepted.ttl_s <= 600.0 - 31.0, "it keeps the time that it had"
-        num_attempts = len(coordinator.attempts)
-        await asyncio.sleep(60.0)
-        assert (len(coordinator.attempts), session.num_rejoins) == (num_attempts, 1)
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, Overloaded("full"), short=5.0, ended=600.0, long=600.0)
+    session.forget("ended")
+    await asyncio.sleep(30.0)
+    last = {
+        name: max(at for at, of in coordinator.attempts if of == name) for name in ("short", "ended", "long")
+    }
+    assert last["ended"] <= 1.0
+    assert 1.0 < last["short"] <= 5.0, "never after its time"
+    assert 28.0 < last["long"] <= 31.0
+    assert len(coordinator.attempts) < 70, "at most every second, after a few quick ones"
+    coordinator.refuses = None
+    await asyncio.sleep(2.0)
+    (accepted,) = coordinator.accepted.values()
+    assert accepted.request_id == "long"
+    assert 600.0 - 33.0 <= accepted.ttl_s <= 600.0 - 31.0, "it keeps the time that it had"
+    num_attempts = len(coordinator.attempts)
+    await asyncio.sleep(60.0)
+    assert (len(coordinator.attempts), session.num_rejoins) == (num_attempts, 1)
+    await session.close()
     (line,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert line == "the coordinator refused offers for now, retrying worker=prefill offers=3"
 
@@ -152,7 +159,7 @@ def test_a_worker_waits_before_it_rejoins_unless_there_is_something_to_offer(
     monkeypatch.setattr(random, "uniform", lambda least, most: most)
 
     async def main(offers_after_s: float | None) -> float:
-        coordinator = Coordinator()
+        coordinator = RefusingCoordinator()
         coordinator.has_replicas = False
         session = await Session.join(
             cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
@@ -174,155 +181,245 @@ def test_a_worker_waits_before_it_rejoins_unless_there_is_something_to_offer(
     assert run(partial(main, 1.0)) == pytest.approx(1.0 + FIRST_S)
 
 
-def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_back() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        coordinator.refuses = CoordinatorUnavailable("away")
-        with pytest.raises(CoordinatorUnavailable, match="away"):
-            await session.offer(make_offer("r", ttl_s=600.0))
-        await asyncio.sleep(10.0)
-        assert (session.num_rejoins, coordinator.accepted) == (0, {})
-        assert len(coordinator.joins) > 4, "it rejoins until all offers could be sent"
-        coordinator.refuses = None
-        await asyncio.sleep(10.0)
-        assert (session.num_rejoins, list(coordinator.accepted)) == (1, ["r"])
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_back() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    coordinator.refuses = CoordinatorUnavailable("away")
+    with pytest.raises(CoordinatorUnavailable, match="away"):
+        await session.offer(make_offer("r", ttl_s=600.0))
+    await asyncio.sleep(10.0)
+    assert (session.num_rejoins, coordinator.accepted) == (0, {})
+    assert len(coordinator.joins) > 4, "it rejoins until all offers could be sent"
+    coordinator.refuses = None
+    await asyncio.sleep(10.0)
+    assert (session.num_rejoins, list(coordinator.accepted)) == (1, ["r"])
+    await session.close()
 
 
-def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        coordinator.away = True
+@virtual
+async def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    coordinator.away = True
+    session._rejoin_soon()
+    at = asyncio.get_running_loop().time()
+    with pytest.raises(CoordinatorUnavailable, match="'r' is not offered yet"):
+        await session.offer(make_offer("r", ttl_s=600.0), timeout_s=30.0)
+    assert asyncio.get_running_loop().time() == at + 30.0
+    coordinator.away = False
+    await asyncio.sleep(5.0)
+    assert list(coordinator.accepted) == ["r"]
+    await session.close()
+
+
+@virtual
+async def test_an_offer_that_waits_is_refused_when_the_session_closes() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    coordinator.away = True
+    session._rejoin_soon()
+    waiting = asyncio.ensure_future(session.offer(make_offer("r"), timeout_s=30.0))
+    await asyncio.sleep(1.0)
+    at = asyncio.get_running_loop().time()
+    await session.close()
+    with pytest.raises(CoordinatorError, match="is closed"):
+        await waiting
+    assert asyncio.get_running_loop().time() == at
+    assert len(session._deadlines) == 0, "it is not to be sent again"
+
+
+@virtual
+async def test_a_worker_beats_as_its_last_join_says() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    for lease_s, num_beats in ((_LEASE_S, 24), (6 * _LEASE_S, 4)):
+        coordinator.lease_s = lease_s
         session._rejoin_soon()
-        at = asyncio.get_running_loop().time()
-        with pytest.raises(CoordinatorUnavailable, match="'r' is not offered yet"):
-            await session.offer(make_offer("r", ttl_s=600.0), timeout_s=30.0)
-        assert asyncio.get_running_loop().time() == at + 30.0
-        coordinator.away = False
-        await asyncio.sleep(5.0)
-        assert list(coordinator.accepted) == ["r"]
-        await session.close()
-
-    run(main)
-
-
-def test_an_offer_that_waits_is_refused_when_the_session_closes() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        coordinator.away = True
-        session._rejoin_soon()
-        waiting = asyncio.ensure_future(session.offer(make_offer("r"), timeout_s=30.0))
         await asyncio.sleep(1.0)
-        at = asyncio.get_running_loop().time()
-        await session.close()
-        with pytest.raises(CoordinatorError, match="is closed"):
-            await waiting
-        assert asyncio.get_running_loop().time() == at
-        assert len(session._deadlines) == 0, "it is not to be sent again"
-
-    run(main)
-
-
-def test_a_worker_beats_as_its_last_join_says() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        for lease_s, num_beats in ((_LEASE_S, 24), (6 * _LEASE_S, 4)):
-            coordinator.lease_s = lease_s
-            session._rejoin_soon()
-            await asyncio.sleep(1.0)
-            coordinator.beats.clear()
-            await asyncio.sleep(60.0)
-            assert abs(len(coordinator.beats) - num_beats) <= 1
-        await session.close()
-
-    run(main)
+        coordinator.beats.clear()
+        await asyncio.sleep(60.0)
+        assert abs(len(coordinator.beats) - num_beats) <= 1
+    await session.close()
 
 
 @pytest.mark.parametrize("good", [True, False], ids=["a report", "what is none"])
-def test_a_beat_has_the_report_if_that_can_be_sent(good: bool) -> None:
+@virtual
+async def test_a_beat_has_the_report_if_that_can_be_sent(good: bool) -> None:
     report = WorkerReport(1, 2, 3, 4) if good else cast(WorkerReport, object())
-
-    async def main() -> None:
-        coordinator = Coordinator()
-        client = cast(CoordinatorClient, coordinator)
-        session = await Session.join(client, make_card(), lambda slot, nonce: None, report=lambda: report)
-        await asyncio.sleep(10.0)
-        assert (session.state, len(coordinator.joins)) == (SessionState.JOINED, 1)
-        assert {beat.report for beat in coordinator.beats} == {report if good else None}
-        await session.close()
-
-    run(main)
+    coordinator = RefusingCoordinator()
+    client = cast(CoordinatorClient, coordinator)
+    session = await Session.join(client, make_card(), lambda slot, nonce: None, report=lambda: report)
+    await asyncio.sleep(10.0)
+    assert (session.state, len(coordinator.joins)) == (SessionState.JOINED, 1)
+    assert {beat.report for beat in coordinator.beats} == {report if good else None}
+    await session.close()
 
 
-def test_a_coordinator_that_opens_no_stream_is_joined_again() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        coordinator.has_replicas, coordinator.has_no_streams = False, True
-        before = failures().get("session")
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        await asyncio.sleep(20.0)
-        assert len(coordinator.joins) > 2
-        coordinator.has_no_streams = False
-        await asyncio.sleep(20.0)
-        assert (session.state, failures().get("session")) == (SessionState.JOINED, before)
-        assert coordinator.beats
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_coordinator_that_opens_no_stream_is_joined_again() -> None:
+    coordinator = RefusingCoordinator()
+    coordinator.has_replicas, coordinator.has_no_streams = False, True
+    before = failures().get("session")
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    await asyncio.sleep(20.0)
+    assert len(coordinator.joins) > 2
+    coordinator.has_no_streams = False
+    await asyncio.sleep(20.0)
+    assert (session.state, failures().get("session")) == (SessionState.JOINED, before)
+    assert coordinator.beats
+    await session.close()
 
 
-def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await rejoined(coordinator, ConfigError("malformed"), r=600.0)
-        await asyncio.sleep(60.0)
-        assert len(coordinator.attempts) == 1
-        await session.close()
-
-    run(main)
+@virtual
+async def test_an_offer_that_would_be_refused_for_ever_is_not_sent_again() -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, ConfigError("malformed"), r=600.0)
+    await asyncio.sleep(60.0)
+    assert len(coordinator.attempts) == 1
+    await session.close()
 
 
-def test_a_session_ends_while_offers_are_refused() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await rejoined(coordinator, Overloaded("full"), r=600.0)
-        await session.close()
-        num_attempts = len(coordinator.attempts)
-        await asyncio.sleep(60.0)
-        assert len(coordinator.attempts) == num_attempts
-
-    run(main)
+@virtual
+async def test_a_session_ends_while_offers_are_refused() -> None:
+    coordinator = RefusingCoordinator()
+    session = await rejoined(coordinator, Overloaded("full"), r=600.0)
+    await session.close()
+    num_attempts = len(coordinator.attempts)
+    await asyncio.sleep(60.0)
+    assert len(coordinator.attempts) == num_attempts
 
 
-def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
-    async def main() -> None:
-        coordinator = Coordinator()
-        session = await Session.join(
-            cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None
-        )
-        await session.offer(make_offer("r", ttl_s=600.0))
-        coordinator.accepted.clear()
-        coordinator.hangs = True
-        session._rejoin_soon()
-        await asyncio.sleep(2 * _LEASE_S)
-        assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
-        assert list(coordinator.accepted) == ["r"]
-        await session.close()
+@virtual
+async def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
+    coordinator = RefusingCoordinator()
+    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    await session.offer(make_offer("r", ttl_s=600.0))
+    coordinator.accepted.clear()
+    coordinator.hangs = True
+    session._rejoin_soon()
+    await asyncio.sleep(2 * _LEASE_S)
+    assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
+    assert list(coordinator.accepted) == ["r"]
+    await session.close()
 
-    run(main)
+
+TICKET = make_offer("r").ticket
+
+
+def over_fake_etcd() -> Store:
+    return EtcdStore("etcd://127.0.0.1:1/fleet", trust=FakeEtcd())
+
+
+@pytest.fixture(params=[MemoryStore, over_fake_etcd])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[CoordinatorClient]:
+    """Yields a client of a coordinator over each store, with one worker."""
+    coordinator = Coordinator(request.param())
+    async with CoordinatorClient(await coordinator.start()) as client:
+        await client.join(make_card())
+        yield client
+    await coordinator.close()
+
+
+@asynccontextmanager
+async def deaf(
+    client: CoordinatorClient, patch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[HandoffStream, list[object]]]:
+    """A stream that does not look at the results that it receives."""
+    async with client.handoffs() as stream:
+        unread: list[object] = []
+        patch.setattr(stream, "_resolve", unread.append)
+        yield stream, unread
+
+
+@pytest.mark.parametrize("claim_id", [b"", b"mine"])
+async def test_tickets_on_their_way_to_a_withdrawn_claim_go_to_another(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch, claim_id: bytes
+) -> None:
+    async with deaf(client, monkeypatch) as (stream, unread):
+        given_up = stream.claim(Claim("r", 30.0, claim_id=claim_id))
+        await until(lambda: holds(client, "waiting_claims"))
+        await client.offer(make_offer("r"))
+        await until(lambda: unread)
+        given_up.cancel()
+        assert await client.claim("r", timeout_s=10.0) == [TICKET]
+        with pytest.raises(UnknownRequest):
+            await client.claim("r", timeout_s=0.0)
+
+
+async def test_they_go_to_one_that_waits_already(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deaf(client, monkeypatch) as (stream, unread):
+        await client.offer(make_offer("r"))
+        given_up = stream.claim(Claim("r", 30.0))
+        await until(lambda: unread)
+        async with client.handoffs() as other:
+            waits = other.claim(Claim("r", 30.0))
+            await until(lambda: holds(client, "waiting_claims"))
+            given_up.cancel()
+            assert await waits == [TICKET]
+
+
+async def test_other_readers_of_the_request_keep_theirs(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deaf(client, monkeypatch) as (stream, unread):
+        await client.offer(make_offer("r", seats=2))
+        assert await client.claim("r", 10.0, reader=0, num_readers=2) == [TICKET]
+        given_up = stream.claim(Claim("r", 30.0, 1, 2, b"mine"))
+        await until(lambda: unread)
+        given_up.cancel()
+        assert await client.claim("r", 10.0, reader=1, num_readers=2) == [TICKET]
+        with pytest.raises(UnknownRequest):
+            await client.claim("r", timeout_s=0.0)
+
+
+async def test_all_ranks_come_back(client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.join(make_card("second", process=2))
+    offers = [make_offer("r", of=2), make_offer("r", "second", rank=1, of=2)]
+    async with deaf(client, monkeypatch) as (stream, unread):
+        for offer in offers:
+            await client.offer(offer)
+        given_up = stream.claim(Claim("r", 30.0))
+        await until(lambda: unread)
+        given_up.cancel()
+        assert await client.claim("r", timeout_s=10.0) == [offer.ticket for offer in offers]
+
+
+async def test_a_worker_that_left_does_not_come_back_with_its_ticket(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deaf(client, monkeypatch) as (stream, unread):
+        await client.offer(make_offer("r"))
+        given_up = stream.claim(Claim("r", 30.0))
+        await until(lambda: unread)
+        await client.leave("prefill", 1)
+        given_up.cancel()
+        stream.settle(SettleOrder("prefill", 1, 1, 1))  # is answered after the withdrawal
+        await until(lambda: len(unread) == 2)
+        with pytest.raises(UnknownRequest):
+            await client.claim("r", timeout_s=0.0)
+        assert (await client.status()).tickets == 0
+
+
+@pytest.mark.parametrize("why", [asyncio.CancelledError(), CoordinatorUnavailable("no answer")], ids=repr)
+async def test_a_single_claim_whose_answer_got_lost_brings_its_tickets_when_made_again(
+    client: CoordinatorClient, monkeypatch: pytest.MonkeyPatch, why: BaseException
+) -> None:
+    attempt: Callable[..., object] = client._channel.attempt
+
+    async def lost(*args: object) -> None:
+        await attempt(*args)
+        raise why
+
+    await client.offer(make_offer("r"))
+    with monkeypatch.context() as patched:
+        patched.setattr(client._channel, "attempt", lost)
+        with pytest.raises(type(why)):
+            await client.claim("r", timeout_s=0.0)
+    with pytest.raises(UnknownRequest):
+        await client.claim("r", timeout_s=0.0, reader=1, num_readers=2)
+    assert await client.claim("r", timeout_s=0.0) == [TICKET]
+    with pytest.raises(UnknownRequest):
+        await client.claim("r", timeout_s=0.0)

@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker stays joined, and its offers claimable, whatever happens to the coordinator or to itself."""
+"""Sessions of a worker: joining, beats and pings, settles, and what ends a session."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from control.cards import make_card, make_offer
 from control.processes import CoordinatorProcess
+from control.replicas import LEASE_S, MEMBERSHIP, Replica, joined
 from control.watching import holds
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_time import run, virtual
 from waiting import until
 
+from kvlink.config.addresses import split_address
 from kvlink.control import CoordinatorClient, Session, SessionState, SettleOrder
+from kvlink.control.beats import Beats
+from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.refusal import Replaced
+from kvlink.control.rpc import channel, server
+from kvlink.control.values import Membership, Watch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import CoordinatorError, CoordinatorUnavailable, UnknownRequest
+from kvlink.runtime.supervised import failures
 
-LEASE_S = 0.6
+SHORT_LEASE_S = 0.6
 
 StartProcess = Callable[..., CoordinatorProcess]
 
@@ -91,7 +103,7 @@ async def test_a_settle_through_the_coordinator_reaches_the_worker(client: Coord
 
 async def test_a_beating_worker_outlives_its_lease_and_a_silent_one_does_not() -> None:
     store = StoreByHand()
-    coordinator = Coordinator(store, LEASE_S)
+    coordinator = Coordinator(store, SHORT_LEASE_S)
     async with CoordinatorClient(await coordinator.start()) as client:
         session = await Session.join(client, make_card("beats"), ignore)
         await client.join(make_card("silent"))
@@ -206,7 +218,7 @@ async def test_restarts_under_load_lose_no_hand_off(coordinator_process: StartPr
 
 
 async def test_a_stopped_coordinator_is_noticed_and_welcome_back(coordinator_process: StartProcess) -> None:
-    process = coordinator_process(LEASE_S)
+    process = coordinator_process(SHORT_LEASE_S)
     async with CoordinatorClient(process.address) as client:
         session = await Session.join(client, make_card(), ignore)
         process.send(signal.SIGSTOP)
@@ -272,7 +284,7 @@ async def test_a_worker_that_restarts_gets_a_new_epoch_and_its_old_tickets_are_r
 @pytest.mark.verify
 async def test_a_stopped_worker_is_gone_and_comes_back_with_its_offers() -> None:
     store = StoreByHand()
-    coordinator = Coordinator(store, LEASE_S)
+    coordinator = Coordinator(store, SHORT_LEASE_S)
     worker = None
     try:
         async with CoordinatorClient(await coordinator.start()) as client:
@@ -293,3 +305,236 @@ async def test_a_stopped_worker_is_gone_and_comes_back_with_its_offers() -> None
             worker.kill()
             worker.communicate()
         await coordinator.close()
+
+
+def test_nothing_is_given_up_while_no_beat_is_under_way() -> None:
+    beats = Beats(MEMBERSHIP, 100.0)
+    assert beats.give_up_at() == math.inf
+    beats.sent(100.0)
+    beats.answered()
+    assert beats.give_up_at() == math.inf
+
+
+def test_patience_counts_from_when_the_answered_beat_was_sent() -> None:
+    beats = Beats(MEMBERSHIP, 0.0)
+    for now in (0.0, 2.5, 5.0):
+        beats.sent(now)
+    assert beats.give_up_at() == pytest.approx(20 / 3)
+    beats.answered()
+    assert beats.give_up_at() == pytest.approx(20 / 3)
+    beats.answered()
+    assert beats.give_up_at() == pytest.approx(2.5 + 20 / 3)
+
+
+@given(st.lists(st.floats(0.0, 5.0), max_size=12), st.integers(0, 12), st.floats(0.0, 30.0))
+def test_who_gives_up_has_a_third_of_the_lease_left(gaps: list[float], answers: int, later: float) -> None:
+    """The coordinator renewed the lease when the beat arrived, which was not before it was sent."""
+    beats, now, sent = Beats(MEMBERSHIP, 0.0), 0.0, [0.0]
+    for gap in gaps:
+        now += gap
+        beats.sent(now)
+        sent.append(now)
+    for _ in range(min(answers, len(gaps))):
+        beats.answered()
+    renewed = sent[min(answers, len(gaps))]
+    if answers < len(gaps):
+        assert beats.give_up_at() <= renewed + LEASE_S * 2 / 3
+    assert now + later + beats.spread_s(now + later) <= max(renewed + LEASE_S, now + later)
+
+
+@pytest.mark.parametrize(
+    ("keep_alive_s", "lease_s", "waited_s", "spread_s"),
+    [(2.5, 10.0, 0.0, 2.5), (2.5, 10.0, 6.0, 2.0), (9.0, 30.0, 0.0, 3.0), (2.5, 10.0, 10.5, 0.0)],
+    ids=["a beat", "half of what is left of the lease", "a bound", "no time left"],
+)
+def test_who_rejoins_waits_so_long_at_most(
+    keep_alive_s: float, lease_s: float, waited_s: float, spread_s: float
+) -> None:
+    assert Beats(Membership(1, lease_s, keep_alive_s), 5.0).spread_s(5.0 + waited_s) == spread_s
+
+
+@pytest.mark.parametrize("hangs_after", [0.0, 1.0, 2.4, 2.6, 7.0, 1234.5])
+@virtual
+async def test_it_has_joined_another_before_its_lease_ends(hangs_after: float) -> None:
+    first, second = Replica(), Replica()
+    session = await joined(first, second)
+    await asyncio.sleep(hangs_after)
+    first.hangs = True
+    await asyncio.sleep(2 * LEASE_S)
+    (at,) = second.joined
+    renewed = max(first.beaten, default=0.0)
+    assert renewed + LEASE_S / 2 < at < renewed + LEASE_S * 0.7
+    assert (session.state, session.num_rejoins) == (SessionState.JOINED, 1)
+    await session.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_idle_workers_of_a_lone_coordinator_spread_within_their_leases(seed: int) -> None:
+    async def main() -> list[float]:
+        random.seed(seed)
+        only = Replica()
+        sessions = [await joined(only) for _ in range(8)]
+        await asyncio.sleep(1.0)
+        only.hangs = True
+        await asyncio.sleep(5.0)
+        only.hangs = False  # what was sent meanwhile is lost with its connection
+        await asyncio.sleep(LEASE_S)
+        again = only.joined[8:]
+        assert len(again) == 8
+        for session in sessions:
+            await session.close()
+        return again
+
+    again = run(main)
+    assert max(again) <= LEASE_S
+    assert max(again) - min(again) > 0.3, "they come one after the other"
+
+
+@virtual
+async def test_a_coordinator_that_is_slow_is_kept() -> None:
+    first, second = Replica(), Replica()
+    session = await joined(first, second)
+    for _ in range(100):
+        await asyncio.sleep(3.0)
+        first.hangs = True
+        await asyncio.sleep(4.0)
+        first.go_on()
+    assert (second.joined, session.num_rejoins) == ([], 0)
+    await session.close()
+
+
+@virtual
+async def test_a_session_whose_world_is_silent_says_so() -> None:
+    first = Replica()
+    session = await joined(first)
+    before = failures().get("session")
+    first.hangs = True
+    await asyncio.sleep(60.0)
+    assert session.state is SessionState.REJOINING
+    assert failures().get("session") == before, "a silent coordinator is not an error of the session"
+    first.go_on()
+    await asyncio.sleep(10.0)
+    assert session.state is SessionState.JOINED
+    await session.close()
+
+
+_SETTINGS, _PING, _GOAWAY = 4, 6, 7
+_ACK = 1
+
+
+def frame(kind: int, flags: int = 0, body: bytes = b"") -> bytes:
+    return len(body).to_bytes(3, "big") + bytes([kind, flags, 0, 0, 0, 0]) + body
+
+
+class Peer:
+    """One connection that speaks frames."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_connection(split_address(address))
+        self._socket.settimeout(30)
+        self._file = self._socket.makefile("rb")
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(_SETTINGS))
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.sendall(b"".join(frames))
+
+    def frames(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yields kind, flags and body of incoming frames, and acknowledges settings, as gRPC waits for that."""
+        while head := self._file.read(9):
+            kind, flags, body = head[3], head[4], self._file.read(int.from_bytes(head[:3], "big"))
+            if kind == _SETTINGS and not flags & _ACK:
+                self.send(frame(_SETTINGS, _ACK))
+            yield kind, flags, body
+
+    def settle(self) -> bytes:
+        """Exchanges settings, after whatever was sent before. Returns why the server hangs up; b"": it does not."""
+        self.send(frame(_SETTINGS))
+        for kind, flags, body in self.frames():
+            if kind == _GOAWAY:
+                return body
+            if kind == _SETTINGS and flags & _ACK:
+                break
+        return b""
+
+    def pings(self, count: int) -> None:
+        """Sends so many at once, as a server that stood still finds them."""
+        self.send(*(frame(_PING, body=number.to_bytes(8, "big")) for number in range(count)))
+
+
+async def test_pings_that_lay_in_the_socket_are_no_flood(coordinator: Coordinator) -> None:
+    with Peer(coordinator.address) as peer:
+        peer.pings(8)
+        for _ in range(5):
+            assert await asyncio.to_thread(peer.settle) == b""
+
+
+async def test_a_flood_is_one(coordinator: Coordinator) -> None:
+    with Peer(coordinator.address) as peer:
+        assert await asyncio.to_thread(peer.settle) == b""
+        peer.pings(30)
+        (why,) = await asyncio.to_thread(
+            lambda: [body for kind, _, body in peer.frames() if kind == _GOAWAY][:1]
+        )
+        assert why.endswith(b"too_many_pings")
+
+
+def test_clients_ask_less_often_than_servers_bear() -> None:
+    ours, theirs = dict(channel._OPTIONS), dict(server._OPTIONS)
+    every_ms = int(ours["grpc.keepalive_time_ms"])
+    assert every_ms >= 2 * int(theirs["grpc.http2.min_recv_ping_interval_without_data_ms"])
+    for options in (ours, theirs):
+        assert options["grpc.http2.ping_timeout_ms"] == options["grpc.keepalive_timeout_ms"]
+
+
+@pytest.mark.verify
+async def test_peers_without_a_call_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**dict(server._OPTIONS), "grpc.keepalive_time_ms": 200}
+    monkeypatch.setattr(server, "_OPTIONS", list(options.items()))
+    coordinator = Coordinator()
+    with Peer(await coordinator.start()) as peer:
+
+        def answered() -> int:
+            count = 0
+            for kind, flags, body in peer.frames():
+                if kind == _PING and not flags & _ACK:
+                    peer.send(frame(_PING, _ACK, body))
+                    count += 1
+                if count == 5:
+                    break
+            return count
+
+        assert await asyncio.to_thread(answered) == 5
+    await coordinator.close()
+
+
+@pytest.mark.verify
+async def test_a_peer_that_has_vanished_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**dict(server._OPTIONS), "grpc.keepalive_time_ms": 200, "grpc.http2.ping_timeout_ms": 300}
+    monkeypatch.setattr(server, "_OPTIONS", list(options.items()))
+    coordinator = Coordinator()
+    with Peer(await coordinator.start()) as peer:
+        await asyncio.to_thread(list, peer.frames())  # ends when the server hangs up
+    await coordinator.close()
+
+
+@pytest.mark.verify
+async def test_a_stream_of_a_coordinator_that_stands_still_ends(
+    coordinator_process: Callable[..., CoordinatorProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**dict(channel._OPTIONS), "grpc.keepalive_time_ms": 200, "grpc.http2.ping_timeout_ms": 300}
+    monkeypatch.setattr(channel, "_OPTIONS", list(options.items()))
+    process = coordinator_process()
+    async with CoordinatorClient(process.address) as client:
+        changes = client._channel.receive(CoordinatorCalls.WATCH_WORKERS, Watch())
+        assert await anext(changes) == []
+        process.send(signal.SIGSTOP)
+        with pytest.raises(CoordinatorUnavailable, match="ping timeout"):
+            await anext(changes)
+        process.send(signal.SIGCONT)

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tenants of one coordinator: none sees, claims, settles or replaces what another has; tokens, observers, the file."""
+"""Tenants: what each may see and do, their file, and their shares."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from control.cards import make_card, make_offer
 from control.certificates import HOSTS, Pki, secured
-from control.etcd_cluster import EtcdCluster, start_etcd
+from hypothesis import given
+from hypothesis import strategies as st
+from transports.pools import wide
 
-from kvlink.control import CoordinatorClient, Session, SettleOrder
+from kvlink import Worker
+from kvlink.control import AgentClient, CoordinatorClient, Security, Session, SettleOrder, WorkerAgent
 from kvlink.control.codec import CoordinatorCalls, Method
+from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE, MAX_HELLOS
 from kvlink.control.overview import Beat, WorkerReport
-from kvlink.control.security import TenantsFile
+from kvlink.control.refusal import Overloaded, Refused
+from kvlink.control.rpc.peer_address import caller_number, serving
+from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
 from kvlink.control.security.callers import _OBSERVERS_CALL
+from kvlink.control.security.policy import Trust
+from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
 from kvlink.control.values import Watch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.coordinator import store_maker
 from kvlink.coordinator.tenant_stores import stores
-from kvlink.errors import AccessDenied, UnknownRequest
+from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import plain
 from kvlink.types import Joined
 
@@ -33,13 +43,6 @@ from kvlink.types import Joined
 @pytest.fixture
 def pki(tmp_path: Path) -> Pki:
     return Pki(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    etcd = start_etcd()
-    yield etcd
-    etcd.close()
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -254,3 +257,180 @@ async def test_watchers_see_their_tenant_leave(pki: Pki, coordinator: Coordinato
             assert (await anext(changes)).card.transports == make_card().transports
             await acme.leave("prefill", 1)
             assert (await anext(changes)).what is Joined.DOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "must hold a JSON list of rules"),
+        ("[1]", "rule 1 of f must be a JSON object whose values are strings"),
+        ('[{"tenant": "a", "identity": "x"}, {"tenant": 1}]', "rule 2 of f must be"),
+        (
+            '[{"tenant": "a", "identity": "x", "admin": "yes"}]',
+            "has unknown fields admin; known are identity, role",
+        ),
+        ('[{"tenant": "a"}]', "needs either identity or token_sha256"),
+        ('[{"tenant": "a", "token_sha256": "s3cret"}]', "64 hexadecimal digits"),
+        ('[{"tenant": "a", "identity": "x", "role": "root"}]', "role must be worker or observer, not 'root'"),
+        ('[{"tenant": "A_1", "identity": "x"}]', "'A_1' is not a valid tenant: use 1 to 63 of a-z"),
+        ('[{"identity": "x"}]', "'' is not a valid tenant"),
+        ('[{"tenant": "*", "identity": "x"}]', r"tenant \* is for observers"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_the_rule(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(text.encode(), "f")
+
+
+def test_the_first_rule_that_fits_decides(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    rules = [
+        {"tenant": "a", "identity": "a.example.org", "role": "observer"},
+        {"tenant": "b", "identity": "a.*"},
+        {"tenant": "*", "identity": COORDINATOR, "role": "observer"},
+    ]
+    file.write_text(json.dumps(rules))
+    gate = TenantsFile(file)
+    assert gate("Status", ["x", "a.example.org"], "") == Caller("a", Role.OBSERVER)
+    assert gate("Claim", ["a.example.com"], "") == Caller("b")
+    assert gate("Status", [COORDINATOR], "") == Caller(EVERY_TENANT, Role.OBSERVER)
+    with pytest.raises(Refused):
+        gate("Status", ["a"], "")
+    with pytest.raises(Refused):
+        gate("Status", ["a.example.org"], "a.example.org")
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.booleans() | st.text(),
+        lambda x: (
+            st.lists(x) | st.dictionaries(st.sampled_from(["tenant", "identity", "token_sha256", "role"]), x)
+        ),
+    ).map(lambda x: json.dumps(x).encode())
+)
+def test_foreign_bytes_are_refused_or_rules(text: bytes) -> None:
+    try:
+        rules = parse(text, "f")
+    except ConfigError:
+        return
+    for rule in rules:
+        assert bool(rule.identity) != bool(rule.token_sha256)
+        assert rule.caller.tenant
+
+
+class _Apart(Security):
+    """Its clients have connections of their own, as those of other processes do."""
+
+    def workers(self, tenant: str | None = None) -> Trust:
+        trust = super().workers(tenant)
+        return _OwnConnection(trust.security, trust.wanted, trust.tokens, trust.host_tokens)
+
+
+class _OwnConnection(Trust):
+    def dial(self, address: str, options: Any) -> Any:
+        return super().dial(address, [*options, ("grpc.use_local_subchannel_pool", 1)])
+
+
+class Slow:
+    """A transport that admits nobody yet."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.callers: list[int] = []
+
+    def __call__(
+        self, transport: str, hellos: list[bytes], takes_keys: bool, caller: int
+    ) -> tuple[int, list[bytes]]:
+        self.callers.append(caller)
+        assert self.go_on.wait(60)
+        return 1, hellos
+
+
+@asynccontextmanager
+async def serving_slowly() -> AsyncIterator[tuple[Slow, str]]:
+    slow = Slow()
+    agent = WorkerAgent(slow, lambda slot, nonce: True, lambda slot, nonce: True)
+    agent.publish(make_card())
+    yield slow, await agent.start()
+    slow.go_on.set()
+    await agent.close()
+
+
+def connects(client: AgentClient, number: int) -> list[asyncio.Future[Any]]:
+    return [asyncio.ensure_future(client.connect("prefill", 1, "tcp", [b""])) for _ in range(number)]
+
+
+@pytest.mark.verify
+async def test_a_worker_admits_a_bounded_number_of_readers_at_a_time_and_of_one_caller_fewer() -> None:
+    async with (
+        serving_slowly() as (slow, address),
+        AgentClient(address, 60.0, _Apart()) as flooder,
+        AgentClient(address, 60.0, _Apart()) as another,
+        AgentClient(address, 60.0, _Apart()) as third,
+    ):
+        flood = connects(flooder, MAX_CONNECTS_OF_ONE + 5)
+        refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+        for call in refused:
+            with pytest.raises(Overloaded, match=f"{MAX_CONNECTS_OF_ONE} of them for this caller; retry"):
+                call.result()
+        honest = connects(another, MAX_CONNECTS - MAX_CONNECTS_OF_ONE)
+        assert await flooder.card() == make_card(), "other calls are answered meanwhile"
+        late = connects(third, 1)
+        with pytest.raises(
+            Overloaded, match=f"already admitting {MAX_CONNECTS} readers, 0 of them for this caller"
+        ):
+            await late[0]
+        slow.go_on.set()
+        results = await asyncio.gather(*flood, *honest, return_exceptions=True)
+    assert sum(isinstance(result, Overloaded) for result in results) == 5
+    assert len(set(slow.callers)) == 2
+
+
+class Call(NamedTuple):
+    """Has the part of gRPC's context that counts."""
+
+    address: str
+    identities: tuple[bytes, ...] | None = None
+
+    def peer(self) -> str:
+        return self.address
+
+    def peer_identities(self) -> tuple[bytes, ...] | None:
+        return self.identities
+
+
+def number(*of: Any) -> int:
+    serving(Call(*of))
+    return caller_number()
+
+
+def test_processes_of_this_host_and_other_hosts_are_told_apart() -> None:
+    assert number("ipv4:127.0.0.1:1") != number("ipv4:127.0.0.1:2")
+    assert number("ipv6:%5B::1%5D:1") != number("ipv6:%5B::1%5D:2")
+    assert number("ipv4:10.0.0.1:1") == number("ipv4:10.0.0.1:2") == number("ipv6:%5B::ffff:10.0.0.1%5D:3")
+    assert number("ipv4:10.0.0.1:1") != number("ipv4:10.0.0.2:1")
+    assert number("ipv4:10.0.0.1:1", (b"a",)) != number("ipv4:10.0.0.1:1", (b"b",))
+    assert 0 <= number("ipv4:10.0.0.1:1") < 1 << 64
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Worker, Worker]]:
+    pool = wide(num_blocks=8)
+    with Worker(pool.make(), "owner") as owner, Worker(pool.make(), "reader") as reader:
+        yield owner, reader
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_hellos_of_one_caller_shut_no_reader_out(pair: tuple[Worker, Worker], transport: str) -> None:
+    owner, reader = pair
+    (way,) = (way for way in owner.card.transports if way.name == transport)
+    hello = reader._engine.open(transport, way.address, "owner", 0).hellos()[0]
+    async with AgentClient(owner.card.agent, 60.0, _Apart()) as flooder:
+        for _ in range(80):
+            await flooder.connect("owner", owner.card.epoch, transport, [hello] * MAX_HELLOS)
+        with Worker(wide(num_blocks=8).make(), "honest", transports=transport) as honest:
+            pull = honest.pull(owner.offer("r", [1, 2]), [1, 2])
+            assert await asyncio.to_thread(pull.wait, 20)
+            assert [peer.transport for peer in honest.peers()] == [transport]

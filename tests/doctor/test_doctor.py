@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of the doctor: the good case, the bad one, and the command it names."""
+"""kvlink doctor: its checks, its report, installed stacks, and the first day's file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hardware.fake_root import FakeRoot
+from typer.testing import CliRunner
 
-from kvlink.doctor import Check, Verdict, examine, host, network, software, worst
+from kvlink.cli import app
+from kvlink.doctor import Check, Verdict, examine, host, network, software, stacks, worst
+from kvlink.doctor.day_one import Result, Step, report, run, steps
+from kvlink.doctor.day_one import write as write_report
+from kvlink.errors import ConfigError
+from kvlink.hardware.topology import discover
 
 PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
 
@@ -183,3 +190,146 @@ def test_the_driver(tmp_path: Path) -> None:
     assert "absent" in software.gpu(tmp_path).evidence
     write(tmp_path, "proc/driver/nvidia/version", "NVRM version: 550.1\nGCC version: 12\n")
     assert software.gpu(tmp_path).evidence == "NVRM version: 550.1"
+
+
+def titles(num_gpus: int, *nics: str) -> list[str]:
+    return [step.title for step in steps(num_gpus, nics)]
+
+
+def test_the_steps_follow_the_hardware() -> None:
+    bare = titles(0)
+    assert bare[-1] == "transports"
+    assert "GPUDirect, compared byte by byte" not in {*titles(2), *titles(0, "mlx5_0")}
+    assert set(titles(2, "mlx5_0")) - set(titles(1, "mlx5_0")) == {"GPU pulls between two GPUs"}
+    assert titles(1, "mlx5_0")[-1] == titles(0, "mlx5_0")[-1] == "RDMA statistics after"
+
+
+def test_every_command_of_kvlink_parses() -> None:
+    for step in steps(2, ["mlx5_0"]):
+        if step.command[0] == sys.executable:
+            done = CliRunner().invoke(app, [*step.command[3:], "--help"])
+            assert done.exit_code == 0, step
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        (("sh", "-c", "echo out; echo err >&2; exit 3"), 3, "out\nerr"),
+        (("no-such-program",), None, "not installed"),
+        (("cat", "/"), 1, "cat: /: Is a directory"),
+    ],
+)
+def test_a_step_that_fails_is_a_result(command: tuple[str, ...], status: int | None, says: str) -> None:
+    result = run(Step("step", command))
+    assert (result.status, result.output) == (status, says)
+
+
+@pytest.mark.verify
+def test_a_step_that_hangs_is_ended() -> None:
+    result = run(Step("step", ("sh", "-c", "echo begun; exec sleep 60"), limit_s=0.5))
+    assert (result.status, result.output) == (None, "begun\n\nended after its time limit")
+
+
+def test_the_report_has_every_step_and_its_output(tmp_path: Path) -> None:
+    path = tmp_path / "report.md"
+    found = [Step("first", ("true",)), Step("second", (sys.executable, "-m", "kvlink", "doctor"))]
+    done = [Result(found[0], 0, 0.1, "fine"), Result(found[1], 1, 2.0, "fail  memlock")]
+    lines = list(write_report(path, found, lambda step: done[found.index(step)]))
+    assert lines[-1] == f"{path} has 2 steps, of which 1 failed. Please send it back."
+    text = path.read_text()
+    assert text == report(done)
+    assert "| second | 1 | 2.0 |" in text
+    assert "`kvlink doctor`\n\n````\nfail  memlock\n````" in text
+
+
+def test_an_interrupted_run_leaves_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "report.md"
+    found = [Step("first", ("true",)), Step("second", ("true",)), Step("third", ("true",))]
+    seen: list[str] = []
+
+    def run(step: Step) -> Result:
+        seen.append(path.read_text())
+        if step.title == "second":
+            raise KeyboardInterrupt
+        return Result(step, 0, 0.1, "fine")
+
+    with pytest.raises(KeyboardInterrupt):
+        list(write_report(path, found, run))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    assert path.read_text() == seen[-1]
+    assert 'Not complete: the run was interrupted in the step "first".' in seen[0]
+    assert 'Not complete: the run was interrupted in the step "second".' in seen[1]
+    assert "| first | 0 | 0.1 |" in seen[1]
+    assert "Not complete" not in report([])
+    with pytest.raises(ConfigError, match="name another file"):
+        list(write_report(path, found, run))
+
+
+def test_a_report_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("another host's")
+    with pytest.raises(ConfigError, match=r"report.md: File exists; name another file by --report"):
+        list(write_report(tmp_path / "report.md", []))
+    assert (tmp_path / "report.md").read_text() == "another host's"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> FakeRoot:
+    return FakeRoot(tmp_path)
+
+
+def found(root: FakeRoot, **env: str) -> list[tuple[str, Verdict, str]]:
+    checks = stacks.checks(root.path, discover(root.path).nics, env)
+    return [(check.name, check.verdict, f"{check.evidence}; {check.fix}") for check in checks]
+
+
+def test_a_machine_without_stacks_gets_no_line(root: FakeRoot) -> None:
+    root.nic("mlx5_0")
+    root.write("sys/module/mlx5_core/parameters/prof_sel", "2")
+    root.write("proc/devices", "195 nvidia")
+    assert found(root) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "verdict", "says"),
+    [
+        ({"sys/module/mlx5_core/version": "24.10-2.1.8"}, "ofed", PASS, "mlx5_core 24.10-2.1.8: DOCA-OFED or MLNX"),
+        ({"sys/module/nv_peer_mem/version": "1.3"}, "nv_peer_mem", WARN, "1.3 is loaded and is obsolete; sudo rmmod"),
+        ({"sys/module/gdrdrv/version": "2.4"}, "gdrcopy", PASS, "gdrdrv 2.4: kvlink does not use"),
+        ({"sys/module/nvidia_fs/initstate": "live"}, "gpudirect storage", PASS, "nvidia_fs: GPUDirect Storage"),
+        (
+            {"sys/bus/pci/drivers/nvidia-nvswitch/0000:85:00.0/vendor": "0x10de", "proc/731/comm": "nv-fabricmanager"},
+            "fabric manager", PASS, "NVLink between the GPUs of this host works",
+        ),
+        (
+            {"sys/bus/pci/drivers/nvidia-nvswitch/0000:85:00.0/vendor": "0x10de", "proc/731/comm": "bash"},
+            "fabric manager", WARN, "systemctl start nvidia-fabricmanager",
+        ),
+        (
+            {"proc/devices": "234 nvidia-caps-imex-channels", "dev/nvidia-caps-imex-channels/channel0": ""},
+            "imex", PASS, "1 IMEX channels are visible",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stack_is_named_with_its_version(
+    root: FakeRoot, files: dict[str, str], name: str, verdict: Verdict, says: str
+) -> None:
+    for path, text in files.items():
+        root.write(path, text)
+    ((shown, judged, sentence),) = found(root)
+    assert (shown, judged) == (name, verdict)
+    assert says in sentence
+
+
+def test_a_dpu_and_how_to_see_its_mode(root: FakeRoot) -> None:
+    root.nic("mlx5_0")
+    root.write("sys/bus/pci/devices/0000:41:00.0/device", "0xa2dc")
+    root.write("sys/class/infiniband/mlx5_0/fw_ver", "32.42.1000")
+    ((name, _, sentence),) = found(root)
+    assert name == "dpu mlx5_0"
+    assert "BlueField-3, firmware 32.42.1000: `sudo mlxconfig -d 0000:41:00.0 q INTERNAL_CPU_" in sentence
+
+
+def test_what_device_plugins_gave_a_pod(root: FakeRoot) -> None:
+    env = {"PCIDEVICE_NVIDIA_COM_RDMA": "0000:41:00.0", "PCIDEVICE_NVIDIA_COM_RDMA_INFO": "{}"}
+    ((name, _, sentence),) = found(root, **env)
+    assert (name, sentence.partition(":00.0: ")[0]) == ("pod resources", "PCIDEVICE_NVIDIA_COM_RDMA=0000:41")

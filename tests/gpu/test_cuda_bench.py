@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvlink bench gpu` on a GPU: a few pulls of each shape, every byte compared. What they take is not judged here."""
+"""Benchmarks on a GPU, and compute-sanitizer over the core."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -27,3 +31,23 @@ def test_a_loop_like_decoding_runs_beside_pulls() -> None:
     alone, beside = gpu_decode.decode_rows((0, 0), "cuda", iters=2)
     assert alone["pulls"] == 0 < beside["pulls"]
     assert alone["p50_us"] > 0 < beside["p50_us"]
+
+
+_ERROR = 99
+
+
+@pytest.mark.timeout(900)
+def test_the_kernel_stays_within_its_memory() -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip(
+            "compute-sanitizer is not installed: it comes with the CUDA toolkit (cuda-sanitizer-13-0)"
+        )
+    options = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", str(_ERROR)]
+    # Asking the driver for what it may not have is no error: cuMemCreate for a fabric.
+    options += ["--report-api-errors", "no"]
+    command = [sys.executable, "-m", "kvlink", "bench", "gpu", "--iters", "1", "--json"]
+    done = subprocess.run(
+        [sanitizer, *options, *command], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

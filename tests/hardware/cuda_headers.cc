@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares csrc/device/cuda_api.h with NVIDIA's cuda.h. test_cuda_headers.py appends a line for each function and each
+// Compares csrc/device/cuda_api.h with NVIDIA's cuda.h. test_kernels.py appends a line for each function and each
 // constant, and compiles this without linking it.
 #include <cuda.h>
 

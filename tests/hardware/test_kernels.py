@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which image of the kernel a GPU gets: a shipped one, or NVRTC's, which is kept for the next process."""
+"""The gather kernel: its images, captures of CUDA graphs, and the declarations taken from cuda.h."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvlink.errors import TransportUnavailable
 from kvlink.hardware import kernels
+from kvlink.hardware.gpudirect import CudaDriver
+from kvlink.hardware.gpudirect.driver import Ordering
 from kvlink.hardware.kernels import SOURCE, first_accepted, nvrtc
 from kvlink.hardware.kernels.images import FOLDER, MANIFEST, names_for, suitable
 from kvlink.hardware.kernels.nvrtc import Compiled, compiled, kept
@@ -251,3 +260,178 @@ def test_the_source_has_the_kernel_that_the_core_asks_for() -> None:
     core = (SOURCE.parents[3] / "csrc" / "device" / "gather_kernel.cc").read_text()
     (name,) = re.findall(r'module_get_function\(.*"(\w+)"', core)
     assert f"__global__ void {name}(" in SOURCE.read_text()
+
+
+_GLOBAL, _RELAXED = 0, 2  # as CUstreamCaptureMode numbers them
+
+
+class Bindings(ModuleType):
+    """Stands for cuda.bindings.driver. Calls that may wait fail unless this thread's mode is relaxed."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=_RELAXED)
+    CUflushGPUDirectRDMAWritesTarget = SimpleNamespace(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX=0)
+    CUflushGPUDirectRDMAWritesScope = int
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.mode = _GLOBAL
+        self.refused: list[str] = []
+        self.fails = ""
+        self.called: list[str] = []
+        self.copies: list[Callable[[], object]] = []
+
+    def cuMemcpyHtoDAsync(self, to: int, source: int, num_bytes: int, _: int) -> tuple[int]:  # noqa: N802
+        return self._copy(to, source, num_bytes, "cuMemcpyHtoDAsync")
+
+    def cuMemcpyDtoHAsync(self, to: int, source: int, num_bytes: int, _: int) -> tuple[int]:  # noqa: N802
+        return self._copy(to, source, num_bytes, "cuMemcpyDtoHAsync")
+
+    def _copy(self, to: int, source: int, num_bytes: int, name: str) -> tuple[int]:
+        if self.mode != _RELAXED:
+            self.refused.append(name)
+        self.copies.append(partial(ctypes.memmove, to, source, num_bytes))
+        return (999 if name == self.fails else 0,)
+
+    def cuStreamSynchronize(self, _: int) -> tuple[int]:  # noqa: N802
+        for copy in self.copies:
+            copy()
+        self.copies.clear()
+        return (0,)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:  # noqa: N802
+        self.mode, before = mode, self.mode
+        return 0, before
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*_: Any) -> tuple[int, ...]:
+            if name not in ("cuInit", "cuDeviceGet") and self.mode != _RELAXED:
+                self.refused.append(name)
+            self.called.append(name)
+            return (999 if name == self.fails else 0,) + (0,) * (
+                name in ("cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuStreamCreate")
+            )
+
+        return call
+
+
+@pytest.mark.parametrize("fails", ["", "cuFlushGPUDirectRDMAWrites", "cuCtxPushCurrent"])
+def test_a_flush_breaks_no_capture_and_the_mode_comes_back(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    bindings = Bindings()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
+    driver = CudaDriver()
+    bindings.fails = fails
+    if fails:
+        with pytest.raises(TransportUnavailable, match=fails):
+            driver.flush(0, Ordering.OWNER)
+    else:
+        driver.flush(0, Ordering.OWNER)
+    assert bindings.refused == []
+    assert bindings.mode == _GLOBAL
+
+
+def test_copies_have_arrived_on_return_and_break_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = Bindings()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
+    driver = CudaDriver()
+    memory = (ctypes.c_char * 4)()
+    driver.store(0, ctypes.addressof(memory), b"abcd")
+    assert bytes(memory) == b"abcd"
+    assert driver.load(0, ctypes.addressof(memory) + 1, 2) == b"bc"
+    assert (bindings.refused, bindings.mode) == ([], _GLOBAL)
+    moves: dict[str, Callable[[], object]] = {
+        "cuMemcpyHtoDAsync": lambda: driver.store(0, ctypes.addressof(memory), b"abcd"),
+        "cuMemcpyDtoHAsync": lambda: driver.load(0, ctypes.addressof(memory), 4),
+    }
+    for copy, move in moves.items():
+        bindings.fails = copy
+        bindings.called.clear()
+        with pytest.raises(TransportUnavailable, match=copy):
+            move()
+        assert bindings.called.count("cuStreamDestroy") == bindings.called.count("cuStreamCreate") == 1
+        assert bindings.mode == _GLOBAL
+
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ROOT / "csrc" / "device" / "cuda_api.h"
+KEPT = ROOT / "build" / "cuda-headers"
+RELEASES = (
+    "nvidia-cuda-runtime-cu12==12.4.127",
+    "nvidia-cuda-runtime-cu12==12.6.77",
+    "nvidia-cuda-runtime-cu12==12.8.90",
+    "nvidia-cuda-runtime-cu12==12.9.79",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-runtime==13.5.37",
+)
+COMPILER = shutil.which("c++")
+
+Pairs = list[tuple[str, str]]
+
+
+def functions(header: str) -> Pairs:
+    return re.findall(r'\bF\((\w+), "(\w+)"', header)
+
+
+def constants(header: str) -> Pairs:
+    """Each has NVIDIA's name behind it."""
+    return re.findall(r"^inline constexpr \w+ (k\w+) = \w+; +// ?(CU\w+)$", header, re.MULTILINE)
+
+
+def compiled_headers(
+    folder: Path, include: Path, calls: Pairs, numbers: Pairs
+) -> subprocess.CompletedProcess[str]:
+    lines = [f"KVLINK_FUNCTION({ours}, {theirs})" for ours, theirs in calls]
+    lines += [
+        f"#if CUDA_VERSION >= {13000 if 'MEMCPY' in theirs else 0}\nKVLINK_CONSTANT({ours}, {theirs})\n#endif"
+        for ours, theirs in numbers
+    ]
+    source = folder / "check.cc"
+    source.write_text((Path(__file__).with_name("cuda_headers.cc")).read_text() + "\n".join(lines) + "\n")
+    assert COMPILER is not None
+    command = [COMPILER, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{include}", str(source)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def headers(release: str) -> Path:
+    """Returns the folder of that release's cuda.h; skips if it cannot be had."""
+    folder = KEPT / release
+    if not folder.is_dir():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(KEPT), release]
+        done = subprocess.run(command, capture_output=True, text=True)
+        name, _, version = release.partition("==")
+        wheel = next(KEPT.glob(f"{name.replace('-', '_')}-{version}-*.whl"), None)
+        if done.returncode != 0 or wheel is None:
+            pytest.skip(f"no cuda.h of {release}: pip download {release}")
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
+        wheel.unlink()
+    return next(folder.rglob("cuda.h")).parent
+
+
+def test_everything_in_the_header_is_compared() -> None:
+    text = OURS.read_text()
+    assert len(functions(text)) == len(re.findall(r"^ +F\(", text, re.MULTILINE)) > 40
+    assert len(constants(text)) == text.count("inline constexpr") > 15
+
+
+@pytest.mark.verify
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: apt-get install g++")
+@pytest.mark.parametrize("release", RELEASES)
+def test_it_agrees_with_nvidias(release: str, tmp_path: Path) -> None:
+    text, include = OURS.read_text(), headers(release)
+    done = compiled_headers(tmp_path, include, functions(text), constants(text))
+    assert done.returncode == 0, done.stderr
+    wrong = [
+        ([("init", "cuCtxPopCurrent_v2")], []),
+        ([("memory_free", "cuModuleUnload"), ("memory_alloc", "cuDeviceGet")], []),
+        ([], [("kNotReady", "CUDA_ERROR_NOT_SUPPORTED")]),
+    ]
+    for calls, numbers in wrong:
+        assert compiled_headers(tmp_path, include, calls, numbers).returncode != 0, (
+            "the comparison sees nothing"
+        )

@@ -48,14 +48,6 @@ def pulled(prefill: Server, turn: Any, *blocks: int, computed: int = 0) -> bool:
     return turn.request_id not in prefill.failed
 
 
-def same(prefill: Server, decode: Server, pairs: list[tuple[int, int]]) -> bool:
-    return all(
-        prefill.block(layer, ours).equal(decode.block(layer, theirs))
-        for layer in LAYERS
-        for ours, theirs in pairs
-    )
-
-
 def overwrite(server: Server, *blocks: int) -> None:
     """The step gives these blocks to another request, which writes them."""
     server.pool.give_away(*blocks)

@@ -78,8 +78,7 @@ def test_the_page_lists_the_files_that_block_ids_pass(servers: tuple[Server, Ser
             answers.append(prefill.prefill(request(name, prompt, ASK_PREFILL), THEIRS)[1])
 
         def pull(name: str = f"x{number}", prompt: list[int] = prompt, answers: list[Any] = answers) -> None:
-            decode.load(request(name, prompt, answers[0]), OURS)
-            decode.step_until(lambda: name in decode.received)
+            decode.loads(request(name, prompt, answers[0]), OURS)
 
         owner |= files_passed(offer, THEIRS)
         reader |= files_passed(pull, OURS)

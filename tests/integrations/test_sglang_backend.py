@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from making import making
 from sglang_servers import ROW_BYTES, SERVER_ARGS, Scheduler, deliver_all, failure_of, make_backend
 from sglang_stand_in import DisaggregationMode, KVPoll, KVTransferError, ZMQError, network
 from waiting import eventually
@@ -28,15 +30,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def start(backend: ModuleType) -> Iterator[Callable[..., Scheduler]]:
-    schedulers: list[Scheduler] = []
-
-    def started(mode: DisaggregationMode, **options: Any) -> Scheduler:
-        schedulers.append(Scheduler(backend, mode, **options))
-        return schedulers[-1]
-
-    yield started
-    for scheduler in schedulers:
-        scheduler.close()
+    with making(partial(Scheduler, backend)) as start:
+        yield start
 
 
 @pytest.fixture

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of SGLang's backend in one process, over real workers and memory; only SGLang's servers are missing."""
+"""Handoffs between SGLang's ranks: rooms, chunks that overtake others, and servers that restart."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from making import making
 from waiting import eventually
 
 from kvlink.config import WorkerConfig
@@ -27,6 +29,8 @@ from kvlink.integrations.sglang.caches import (
 from kvlink.integrations.sglang.incoming import Incoming
 from kvlink.integrations.sglang.messages import Chunk, Want
 from kvlink.integrations.sglang.outgoing import Outgoing, Written
+from kvlink.integrations.sglang.restarts import was_restarted, with_route
+from kvlink.integrations.sglang.rooms import LiveRooms
 
 LAYERS, HEADS, HEAD_BYTES, PAGE, PAGES, SLOTS = 3, 4, 32, 16, 40, 6
 STATE_BYTES = 96
@@ -68,15 +72,8 @@ def buffers_of(arrays: list[np.ndarray]) -> list[Buffers]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def started(*args: Any, **kwargs: Any) -> Server:
-        servers.append(Server(*args, **kwargs))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.close()
+    with making(Server) as start:
+        yield start
 
 
 def send(
@@ -323,3 +320,113 @@ def test_metadata_rows_are_copied_and_compared() -> None:
     assert ours.tolist() == [[0] * 8, [16, 17, 18, 19, 20, 21, 22, 23], [0] * 8]
     with pytest.raises(ConfigError, match=r"rows of \[4\] bytes, decode has \[8\]"):
         AuxRows([ours.ctypes.data], [8]).write(0, [b"four"])
+
+
+class Request:
+    pass
+
+
+def test_the_later_of_two_is_refused_until_the_first_has_ended() -> None:
+    rooms, first, second = LiveRooms(), Request(), Request()
+    assert rooms.assign(ROOM, first) == ""
+    assert rooms.assign(ROOM, first) == ""
+    assert f"bootstrap_room {ROOM}" in rooms.assign(ROOM, second)
+    assert rooms.owner(ROOM) is first
+    rooms.release(ROOM, second)
+    assert rooms.assign(ROOM, second) != ""
+    assert rooms.assign(ROOM + 1, second) == ""
+    rooms.release(ROOM, first)
+    assert rooms.assign(ROOM, second) == ""
+
+
+def test_an_owner_that_is_gone_has_given_its_room_back() -> None:
+    rooms, first, second = LiveRooms(), Request(), Request()
+    rooms.assign(ROOM, first)
+    del first
+    assert rooms.assign(ROOM, second) == ""
+
+
+def test_a_room_that_is_live_has_one_request(start: Callable[..., Server]) -> None:
+    """Two prefill servers got one room: the later request is refused, the first gets its own pages."""
+    first, second, decode = start("prefill"), start("prefill", lease_s=0.05), start("decode")
+    before = [plane[[8, 9]].copy() for plane in decode.kv]
+    want = decode.expect([0, 1], [0])
+    with pytest.raises(ConfigError, match="another one for each request"):
+        decode.expect([8, 9], [1])
+    [foreign] = send(second, [replace(want, generation=want.generation ^ 1)], [3, 4])
+    decode.incoming.arrived(foreign)
+    assert decode.incoming.poll(ROOM) is None
+    [chunk] = send(first, [want], [10, 11])
+    decode.incoming.arrived(chunk)
+    assert eventually(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    assert same(decode.kv, first.kv, [0, 1], [10, 11])
+    assert same(decode.kv, before, [8, 9], [0, 1])
+
+
+def test_a_room_that_has_ended_is_free_and_its_pulls_have_stopped(start: Callable[..., Server]) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    [chunk] = send(prefill, [decode.expect([1], [0])], [10])
+    decode.incoming.arrived(chunk)
+    eventually(lambda: decode.incoming.poll(ROOM))
+    again = decode.expect([2], [0])
+    assert decode.incoming.poll(ROOM) is None
+    prefill.outgoing.end(ROOM)
+    [chunk] = send(prefill, [again], [11])
+    decode.incoming.arrived(chunk)
+    assert eventually(lambda: decode.incoming.poll(ROOM)) == (b"first token",)
+    assert same(decode.kv, prefill.kv, [2], [11])
+
+
+ADDRESS = "10.0.0.1:8998"
+RANKS = {0: ("10.0.0.1", 7000), 1: ("10.0.0.2", 7001)}
+
+
+class Session:
+    """Answers for a bootstrap server whose ranks of data rank 0 are these."""
+
+    def __init__(self, ranks: dict[int, tuple[str, int]]) -> None:
+        self.ranks = ranks
+        self.asked: list[str] = []
+
+    def get(self, url: str, timeout: Any) -> Any:
+        self.asked.append(url)
+        rank = int(url.partition("target_tp_rank=")[2].partition("&")[0])
+        if rank not in self.ranks:
+            return SimpleNamespace(status_code=503, json=dict)
+        ip, port = self.ranks[rank]
+        return SimpleNamespace(status_code=200, json=lambda: {"rank_ip": ip, "rank_port": port})
+
+
+def known() -> list[dict[str, Any]]:
+    infos = [
+        with_route({"rank_ip": ip, "rank_port": str(port)}, (0, 0, rank, 0))
+        for rank, (ip, port) in RANKS.items()
+    ]
+    return [info for info in infos if info is not None]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "restarted"),
+    [
+        (RANKS, False),
+        (RANKS | {1: ("10.0.0.2", 7002)}, True),
+        (RANKS | {0: ("10.0.0.3", 7000)}, True),
+        ({}, True),
+    ],
+    ids=["the same", "another port", "another host", "not registered yet"],
+)
+def test_other_ranks_at_one_address_are_another_server(
+    ranks: dict[int, tuple[str, int]], restarted: bool
+) -> None:
+    session = Session(ranks)
+    assert was_restarted(session, ADDRESS, known()) is restarted
+    assert session.asked[0] == (
+        f"http://{ADDRESS}/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+    )
+
+
+def test_a_server_of_which_nothing_is_known_is_not_asked() -> None:
+    session = Session({})
+    assert with_route(None, (0, 0, 0, 0)) is None
+    assert not was_restarted(session, ADDRESS, [])
+    assert not session.asked

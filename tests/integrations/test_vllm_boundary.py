@@ -49,12 +49,9 @@ OWN = RankInfo(Owner("w", 1, "127.0.0.1:1"), (16, 0), (1, 1), (1, 1))
 )
 def test_any_id_is_handed_off_and_no_log_shows_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with Server("p") as prefill, Server("d") as decode:
-        _, params = prefill.prefill(request(name, PROMPT, ASK_PREFILL), [3, 9, 1])
-        assert params
+        params = prefill.hands_off(request(name, PROMPT, ASK_PREFILL), [3, 9, 1])
         assert Handoff.from_params(params).request_id == params["remote_request_id"] == name_of(name) != name
-        decode.load(request(name, PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: name in decode.received)
-        assert not decode.failed
+        assert decode.loads(request(name, PROMPT, params), [5, 6, 7])
         assert decode.block("layer.1", 6).equal(prefill.block("layer.1", 9))
         prefill.step_until(lambda: name in prefill.sent)
         assert not prefill.ranks[0]._leases._ids
@@ -63,8 +60,7 @@ def test_any_id_is_handed_off_and_no_log_shows_it(name: str, caplog: pytest.LogC
 
 def test_ids_that_are_handed_off_as_they_are() -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("cmpl-42-0", PROMPT, ASK_PREFILL), [3, 9, 1])
-        assert params
+        params = prefill.hands_off(request("cmpl-42-0", PROMPT, ASK_PREFILL), [3, 9, 1])
         assert params["remote_request_id"] == "cmpl-42-0"
 
 
@@ -141,8 +137,7 @@ def test_a_handoff_waits_until_the_workers_have_reported() -> None:
 )  # fmt: skip
 def test_owners_that_cannot_be_asked_are_malformed(owner: Any) -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     Handoff.from_params(params)
     params[KEY]["owners"] = [owner]
     with pytest.raises(ConfigError, match=r"^kv_transfer_params carry no handoff of kvlink: .{1,140}$"):
@@ -152,8 +147,7 @@ def test_owners_that_cannot_be_asked_are_malformed(owner: Any) -> None:
 @pytest.mark.parametrize("name", [TICKET, f"a{TICKET}", "a\nb", "\x1b[31m"])
 def test_a_name_that_no_log_may_show_is_malformed(name: str) -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     forged = replace(Handoff.from_params(params), request_id=name).to_params()
     with pytest.raises(ConfigError, match="no handoff of kvlink") as refused:
         Handoff.from_params({KEY: forged})
@@ -163,8 +157,7 @@ def test_a_name_that_no_log_may_show_is_malformed(name: str) -> None:
 @pytest.mark.parametrize("sizes", ["", "-1", "0", "4,4", str(2**31), "9" * 5000, "4.0", "x"])
 def test_blocks_of_impossible_sizes_are_malformed(sizes: str) -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     params[KEY]["block_tokens"] = sizes
     with pytest.raises(ConfigError, match="no handoff of kvlink"):
         Handoff.from_params(params)
@@ -172,8 +165,7 @@ def test_blocks_of_impossible_sizes_are_malformed(sizes: str) -> None:
 
 def test_times_that_no_float_holds_are_malformed() -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     part = Part(Handoff.from_params(params), 10, True, True).to_bytes()
     for times in (b"[1" + b"0" * 400 + b", 1]", b"[NaN, 1]", b"[1]", b'"x"', b"[Infinity, 1]"):
         with pytest.raises(ConfigError, match="a part of a handoff is malformed"):

@@ -11,8 +11,7 @@ from waiting import eventually
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request  # isort: skip
-
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.decode import remote_leases
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
@@ -25,19 +24,6 @@ PROMPT = list(range(100, 110))  # two whole blocks and a half
 def servers() -> Iterator[tuple[Server, Server]]:
     with Server("p") as prefill, Server("d") as decode:
         yield prefill, decode
-
-
-def same(decode: Server, prefill: Server, pairs: list[tuple[int, int]], layers: tuple[str, ...]) -> bool:
-    return all(
-        decode.block(layer, ours).equal(prefill.block(layer, theirs))
-        for layer in layers
-        for ours, theirs in pairs
-    )
-
-
-def gone(server: Server) -> bool:
-    """No lease is left, and every slot is free again."""
-    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
 def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]) -> None:
@@ -62,8 +48,7 @@ def test_a_request_moves_and_its_blocks_come_back(servers: tuple[Server, Server]
 def test_blocks_come_back_when_a_scrape_has_seen_their_end_first(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    decode.load(request("x", PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
+    decode.loads(request("x", PROMPT, params), [5, 6, 7])
     offers = prefill.ranks[0]._worker.offers
     eventually(lambda: not offers.num_pinned_blocks())
     prefill.step()
@@ -94,8 +79,7 @@ def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
     """This server knows that it has settled the lease."""
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    decode.load(request("x", PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
+    decode.loads(request("x", PROMPT, params), [5, 6, 7])
     prefill.step_until(lambda: "r" in prefill.sent)
     assert decode.load(request("y", PROMPT, params), [8, 9, 10]) == (0, False)
     assert not decode.failed
@@ -105,13 +89,10 @@ def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
 def test_a_second_use_by_another_server_is_refused(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    decode.load(request("x", PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
+    decode.loads(request("x", PROMPT, params), [5, 6, 7])
     prefill.step_until(lambda: "r" in prefill.sent)
     with Server("d2") as another:
-        another.load(request("y", PROMPT, params), [8, 9, 10])
-        another.step_until(lambda: "y" in another.received)
-        assert another.failed == {"y"}
+        assert not another.loads(request("y", PROMPT, params), [8, 9, 10])
         assert another.ranks[0].take_stats()["failures"] == {"stale": 1}  # type: ignore[index]
 
 
@@ -119,9 +100,7 @@ def test_an_expired_lease_is_refused() -> None:
     with Server("p", lease_s=0.05) as prefill, Server("d") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
         prefill.step_until(lambda: "r" in prefill.sent)
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
-        assert decode.failed == {"x"}
+        assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
         assert prefill.ranks[0].take_stats()["expired"] == 1  # type: ignore[index]
 
 
@@ -129,12 +108,9 @@ def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tupl
     prefill, decode = servers
     other = [*PROMPT[:-1], 1]
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    decode.load(request("x", other, params), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
-    assert decode.failed == {"x"}
+    assert not decode.loads(request("x", other, params), [5, 6, 7])
     assert decode.scheduler.counts["another_prompt"] == 1
-    decode.load(request("y", PROMPT, params), [8, 9, 10])
-    decode.step_until(lambda: "y" in decode.received)
+    decode.loads(request("y", PROMPT, params), [8, 9, 10])
     assert decode.failed == {"x"}
     assert same(decode, prefill, [(8, 3), (9, 9), (10, 1)], ("layer.0",))
 
@@ -142,11 +118,8 @@ def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tupl
 @pytest.mark.parametrize("spoilt", [{KEY: {"ticket": "AAAA"}}, {KEY: "x"}, {KEY: [1]}])
 def test_a_spoilt_handoff_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
     prefill, decode = servers
-    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
-    decode.load(request("x", PROMPT, params | spoilt), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
-    assert decode.failed == {"x"}
+    params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    assert not decode.loads(request("x", PROMPT, params | spoilt), [5, 6, 7])
 
 
 def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -> None:
@@ -155,9 +128,7 @@ def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -
     for rank in prefill.ranks:
         rank.close()
     prefill.start()
-    decode.load(request("x", PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: "x" in decode.received)
-    assert decode.failed == {"x"}
+    assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
 
 
 def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
@@ -209,9 +180,7 @@ def test_a_waiting_request_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_tensor_parallel_degrees(theirs: int, ours: int) -> None:
     with Server("p", theirs) as prefill, Server("d", ours) as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
-        assert not decode.failed
+        assert decode.loads(request("x", PROMPT, params), [5, 6, 7])
         assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("layer.0", "layer.1"))
         prefill.step_until(lambda: "r" in prefill.sent)
         assert gone(prefill)
@@ -226,9 +195,7 @@ def test_replicated_heads(theirs: int, ours: int) -> None:
             rank.close()
         prefill.start()
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
-        assert not decode.failed
+        assert decode.loads(request("x", PROMPT, params), [5, 6, 7])
         for tensors in decode.caches:
             assert tensors["layer.1"][6].equal(prefill.caches[0]["layer.1"][9])
         prefill.step_until(lambda: "r" in prefill.sent)
@@ -242,9 +209,7 @@ def test_sliding_windows_have_their_own_blocks() -> None:
         prefill.step()
         assert prefill.ranks[0]._worker.stats().pinned_blocks == 5, "0 is no block"
         untouched = decode.block("window.0", 0).clone()
-        decode.load(request("x", PROMPT, params), [5, 6, 7], [0, 0, 8])
-        decode.step_until(lambda: "x" in decode.received)
-        assert not decode.failed
+        assert decode.loads(request("x", PROMPT, params), [5, 6, 7], [0, 0, 8])
         assert same(decode, prefill, [(5, 3), (6, 9), (7, 1)], ("full.0", "full.1"))
         assert same(decode, prefill, [(8, 2)], ("window.0",))
         assert decode.block("window.0", 0).equal(untouched)
@@ -255,9 +220,7 @@ def test_sliding_windows_have_their_own_blocks() -> None:
 def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with Server("p", model="Llama layers=2") as prefill, Server("d", model="Llama layers=4") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
-        assert decode.failed == {"x"}
+        assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
         assert "model differs: 'Llama layers=4' here, 'Llama layers=2' there" in caplog.text
         prefill.step_until(lambda: "r" in prefill.sent)
 
@@ -279,3 +242,43 @@ def test_caches_that_no_layout_describes_are_refused_by_layer() -> None:
             rank,
             "m",
         )
+
+
+@pytest.mark.parametrize("aborted", [True, None])
+def test_a_request_that_decode_refuses_gives_the_blocks_back(
+    servers: tuple[Server, Server], aborted: bool | None
+) -> None:
+    """vLLM's notice has a prompt of its own. Older ones do not say that it is aborted at once."""
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    notice = request("x", [0], params)
+    if aborted is not None:
+        notice.abort_immediately = aborted
+    decode.scheduler.incoming.arrived(notice)
+    assert decode.scheduler.finished(notice, ([],), False) == (False, None)
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+    assert decode.scheduler.take_counts() == {"released": 1}
+    assert prefill.ranks[0].take_stats() is None, "nothing expired"
+
+
+def test_a_prompt_of_token_0_is_no_refusal(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", [0], ASK_PREFILL), [3])
+    asks = request("x", [0], params)
+    asks.abort_immediately = False
+    assert decode.load(asks, [5]) == (1, True)
+    decode.step_until(lambda: "x" in decode.received)
+    assert not decode.failed
+    assert decode.scheduler.take_counts() == {}
+
+
+@pytest.mark.parametrize("handed_off", [{KEY: {"ticket": "AAAA"}}, {}])
+def test_a_refusal_without_a_handoff_is_no_error(
+    servers: tuple[Server, Server], handed_off: dict[str, object]
+) -> None:
+    notice = request("x", [0], {"do_remote_prefill": True} | handed_off)
+    notice.abort_immediately = True
+    servers[1].scheduler.incoming.arrived(notice)
+    servers[1].scheduler.finished(notice, ([],), False)
+    assert servers[1].scheduler.take_counts() == ({"malformed": 1} if handed_off else {})

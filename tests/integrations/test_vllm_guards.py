@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exception that nobody expected, in any part of either side: one request pays for it, and it is reported once.
-
-Only one of the ranks fails. Exceptions before or in the end of an offer leave the step.
-"""
+"""Requests of other servers and of clients harm only themselves: guards around each step, and hostile stories."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -260,3 +258,28 @@ def test_blocks_that_are_given_away_unseen_end_the_step(monkeypatch: pytest.Monk
         monkeypatch.setattr(cache, "_give_away", raises)
         with pytest.raises(Strange):
             server.pool.give_away(3)
+
+
+EXAMPLES = (
+    st.integers(0, len(LAYOUTS) - 1),
+    st.lists(STORIES, min_size=1, max_size=3),
+    EVENTS,
+)
+
+
+@settings(SETTINGS, max_examples=1000)
+@given(*EXAMPLES)
+def test_nothing_from_outside_ends_an_engine(
+    pairs: Pairs, layout: int, stories: list[Story], events: list[tuple[str, str, int]]
+) -> None:
+    assert not plays(pairs, layout, stories, events).guarded, "an error that a parser should have named"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@settings(SETTINGS, derandomize=False, max_examples=int(os.environ.get("KVLINK_HOSTILE_EXAMPLES", "100000")))
+@given(*EXAMPLES)
+def test_nothing_from_outside_ends_an_engine_at_length(
+    pairs: Pairs, layout: int, stories: list[Story], events: list[tuple[str, str, int]]
+) -> None:
+    assert not plays(pairs, layout, stories, events).guarded, "an error that a parser should have named"

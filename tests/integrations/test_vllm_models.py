@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM servers, of which one has another model, or changes its weights while requests are on their way."""
+"""The models and caches that the connector serves, and the format of pages that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from vllm_server import ASK_PREFILL, Server, request
 
 from kvlink.integrations import models
 from kvlink.integrations.vllm.model import weight_changes
+from kvlink.integrations.vllm.model.caches import page_format
 from kvlink.layout.model_identity import identity_text
 
 A = identity_text("a" * 16, {"weights": "1111", "name": "llama"})
@@ -27,8 +28,7 @@ def handed_off(prefill: Server, name: str = "r", **changes: Any) -> dict[str, An
 
 
 def loaded(decode: Server, name: str, params: dict[str, Any] | None) -> bool:
-    decode.load(request(name, PROMPT, params), [5, 6, 7])
-    decode.step_until(lambda: name in decode.received)
+    decode.loads(request(name, PROMPT, params), [5, 6, 7])
     return name not in decode.failed
 
 
@@ -170,3 +170,44 @@ def test_weights_that_were_changed_in_part_are_unknown() -> None:
     weight_changes.weights_changed(SimpleNamespace(named_parameters=lambda: [("a", object())]))
     assert [one.partition(":")[0] for one in connector.seen] == ["unknown", "unknown"]
     assert models.unknown() != models.unknown()
+
+
+_E4M3 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "fp8", "kernels", "words"),
+    [
+        ("auto", "", (), []),
+        ("bfloat16", "", (), []),
+        ("fp8", _E4M3, (), ["cache=float8_e4m3fn"]),
+        ("fp8_e4m3", "float8_e4m3fnuz", (), ["cache=float8_e4m3fnuz"]),
+        ("fp8_e5m2", _E4M3, ("vec",), ["cache=fp8_e5m2", "pages=vec"]),
+        ("int8_per_token_head", _E4M3, (), ["cache=int8_per_token_head"]),
+        ("auto", "", ("vec16", "vec", "vec"), ["pages=vec+vec16"]),
+    ],
+)
+def test_words_say_what_dtype_and_shape_do_not(
+    cache_dtype: str, fp8: str, kernels: Sequence[str], words: list[str]
+) -> None:
+    assert page_format(cache_dtype, fp8, kernels) == words
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (page_format("fp8", _E4M3, ["vec"]), page_format("fp8_e5m2", _E4M3, ["vec"])),
+        (page_format("auto", "", ["amx"]), page_format("auto", "", ["vec"])),
+    ],
+    ids=["two kinds of fp8", "two kinds of CPU"],
+)
+def test_servers_that_differ_are_refused_by_name(
+    theirs: list[str], ours: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Server("p", model=" ".join(["tiny", *theirs])) as prefill,
+        Server("d", model=" ".join(["tiny", *ours])) as decode,
+    ):
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+        assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
+    assert f"model differs: '{' '.join(['tiny', *ours])}' here" in caplog.text

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import PROMPT, gone
-from vllm_server import ASK_PREFILL, Server, request
+from test_vllm_connector import PROMPT
+from vllm_server import ASK_PREFILL, Server, gone, request
 from waiting import eventually
 
 from kvlink.integrations.vllm.decode.remote_leases import LONGEST_S, STILL_S, RemoteLeases, Renewals
@@ -45,8 +45,7 @@ def clock() -> Clock:
 @pytest.fixture
 def handoff() -> Handoff:
     with Server("p", lease_s=LEASE_S) as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     return Handoff.from_params(params)
 
 
@@ -61,8 +60,7 @@ def servers(clock: Clock) -> Iterator[tuple[Server, Server]]:
 
 def waits(prefill: Server, decode: Server, name: str = "r") -> Any:
     """Returns a request that waits at decode, without blocks, under a lease that decode takes for one of LEASE_S."""
-    _, params = prefill.prefill(request(name, PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
+    params = prefill.hands_off(request(name, PROMPT, ASK_PREFILL), [3, 9, 1])
     params[KEY] = replace(Handoff.from_params(params), ttl_s=LEASE_S).to_params()
     waiting = request(f"{name} at decode", PROMPT, params)
     decode.scheduler.arrived(waiting)

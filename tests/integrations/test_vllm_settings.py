@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_connector_extra_config` wins over the environment; what is wrong in it is said."""
+"""The configuration that vLLM gives, and the parts of vLLM that kvlink relies on."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm_server import ASK_PREFILL, Server, request
 
+from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
+from kvlink.integrations.vllm import make_known
+from kvlink.integrations.vllm.model.caches import CacheGroup
 from kvlink.integrations.vllm.settings import Settings, streams_from
+from kvlink.integrations.vllm.wire import handoff
+from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, prompt_digest
+from kvlink.ticket import LeaseSeat
 
 
 def test_defaults_suit_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +104,110 @@ def test_nonsense_is_refused(extra: dict[str, object]) -> None:
 def test_unknown_names_are_said(caplog: pytest.LogCaptureFixture) -> None:
     Settings.of({"lease": 5, "log": "info"})
     assert "kvlink does not know lease, log" in caplog.text
+
+
+PROMPT = list(range(100, 110))  # two whole blocks and a half
+OURS, THEIRS = [5, 6, 7], [3, 9, 1]
+
+
+def test_nothing_is_loaded_into_blocks_that_a_launched_step_uses() -> None:
+    with Server("p") as prefill, Server("d") as decode:
+        step = SimpleNamespace(has_ended=False)
+        step.query = lambda: step.has_ended
+        decode.launched = step
+        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), THEIRS)
+        before = [decode.block("layer.0", block).clone() for block in OURS]
+        decode.load(request("x", PROMPT, params), OURS)
+        for _ in range(20):
+            decode.step()
+        assert "x" not in decode.received
+        assert all(decode.block("layer.0", at).equal(was) for at, was in zip(OURS, before, strict=True))
+        step.has_ended = True
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        for ours, theirs in zip(OURS, THEIRS, strict=True):
+            assert decode.block("layer.0", ours).equal(prefill.block("layer.0", theirs))
+
+
+SAMPLE = Handoff(
+    "r", (Owner("w", 5, "127.0.0.1:1"),), (LeaseSeat(1, 1011, 1012),), (array("I", [4, 0, 7]),), (16,), 33,
+    prompt_digest([1, 2]), 30.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys]:
+    file = tmp_path / "keys"
+    file.write_text("k" * 40)
+    monkeypatch.setenv("KVLINK_TICKET_KEYS", str(file))
+    handoff._keys.cache_clear()
+    yield TicketKeys.of_file(file)
+    handoff._keys.cache_clear()
+
+
+def test_it_survives_a_router_and_its_tickets_are_signed(keys: TicketKeys) -> None:
+    read = Handoff.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
+    assert read == SAMPLE
+    for ticket in read.tickets([CacheGroup(1, 16, 1, 16)]):
+        keys.checked(ticket)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"owners": [["w", "1", "10.6.6.6:1"]]},
+    {"groups": ["AAAA"]},
+    {"block_tokens": "32"},
+    {"prompt": "0" * 32},
+    {"new": "field"},
+    {"signature": "0" * 32},
+    {"signature": ""},
+    {"signature": 1},
+    {"signature": "\ud800"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_can_be_changed(keys: TicketKeys, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"not signed by any of this tenant's keys|no handoff of kvlink"):
+        Handoff.from_params({KEY: SAMPLE.to_params() | change})
+
+
+@pytest.mark.parametrize("given", [None, [], "text", {}, {"ticket": "x"}])
+def test_what_is_no_handoff_is_refused(keys: TicketKeys, given: Any) -> None:
+    with pytest.raises(ConfigError):
+        Handoff.from_params({KEY: given})
+
+
+NAME = "dynamo.vllm.kv_connector_protocols"
+
+
+def registry(monkeypatch: pytest.MonkeyPatch, **known: str) -> dict[str, str]:
+    module = ModuleType(NAME)
+    module.KV_CONNECTOR_PROTOCOLS = known  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, NAME, module)
+    return known
+
+
+def test_ours_is_carried_as_nixls(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry(monkeypatch, NixlConnector="pulls", MooncakeConnector="pushes")
+    make_known()
+    make_known()
+    assert known == {"NixlConnector": "pulls", "MooncakeConnector": "pushes", "KVLinkConnector": "pulls"}
+
+
+def test_what_dynamo_says_itself_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry(monkeypatch, NixlConnector="pulls", KVLinkConnector="its own")
+    make_known()
+    assert known["KVLinkConnector"] == "its own"
+
+
+@pytest.mark.parametrize("known", [{}, {"MooncakeConnector": "pushes"}])
+def test_without_nixl_nothing_is_said(monkeypatch: pytest.MonkeyPatch, known: dict[str, str]) -> None:
+    known = registry(monkeypatch, **known)
+    make_known()
+    assert "KVLinkConnector" not in known
+
+
+def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    make_known()
+    assert NAME not in sys.modules

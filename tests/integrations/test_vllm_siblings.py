@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import PROMPT, gone, same
-from vllm_server import ASK_PREFILL, Server, request
+from test_vllm_connector import PROMPT
+from vllm_server import ASK_PREFILL, Server, gone, request, same
 
 LAYERS = ("layer.0", "layer.1")
 BLOCKS = {"x": [4, 5, 6], "y": [7, 8, 10], "z": [11, 12, 13]}
@@ -25,9 +25,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
 
 
 def handed_off(prefill: Server) -> dict[str, Any]:
-    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert params
-    return params
+    return prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
 
 
 def arrive(decode: Server, params: dict[str, Any], *names: str) -> list[Any]:

@@ -7,9 +7,11 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
+from making import making
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
@@ -154,15 +156,8 @@ NewServer = Callable[..., Server]
 
 @pytest.fixture
 def new(coordinator: Coordinator) -> Iterator[NewServer]:
-    servers: list[Server] = []
-
-    def start(name: str) -> Server:
-        servers.append(Server(name, coordinator=coordinator.address))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with making(partial(Server, coordinator=coordinator.address)) as new:
+        yield new
 
 
 def same(decode: Server, prefill: Server, ours: int, theirs: int) -> bool:

@@ -28,8 +28,7 @@ def test_one_trace(header: bool) -> None:
         asked = request("r", PROMPT, ASK_PREFILL if header else ASK_PREFILL | {TRACEPARENT: REQUEST})
         asked.trace_headers = {"traceparent": REQUEST} if header else None
         _, params = prefill.prefill(asked, [3, 9, 1])
-        decode.load(request("x", PROMPT, params), [5, 6, 7])
-        decode.step_until(lambda: "x" in decode.received)
+        decode.loads(request("x", PROMPT, params), [5, 6, 7])
         prefill.step_until(lambda: "r" in prefill.sent)
         assert not prefill.scheduler._traces._offers
         offer = collected.one("kvlink.offer")
@@ -44,15 +43,13 @@ def test_one_trace(header: bool) -> None:
 @pytest.mark.parametrize("given", ["garbage", 7, None, ["00"]])
 def test_what_is_no_trace_is_ignored(given: object) -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: given}), [3, 9, 1])
-        assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: given}), [3, 9, 1])
         assert Handoff.from_params(params).trace is None
 
 
 def test_what_nobody_collects_is_passed_on() -> None:
     with Server("p") as prefill:
-        _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: REQUEST}), [3, 9, 1])
-        assert params
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL | {TRACEPARENT: REQUEST}), [3, 9, 1])
         assert Handoff.from_params(params).trace == TraceParent.parse(REQUEST)
         assert params[TRACEPARENT] == REQUEST
 

@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from test_vllm_connector import gone, same
-from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, request
+from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same
 
 from kvlink.errors import StaleBlocks
 from kvlink.integrations.vllm.decode.loads import Loads, _Loading
@@ -82,9 +81,7 @@ def test_decode_refuses_what_an_older_prefill_hands_off(num_tokens: int) -> None
         _, params = answered(prefill, num_tokens)
         assert params
         before = [tensor.clone() for tensor in decode.caches[0].values()]
-        decode.load(request("x", PROMPT, params), OURS, kept(22, 1))
-        decode.step_until(lambda: "x" in decode.received)
-        assert decode.failed == {"x"}
+        assert not decode.loads(request("x", PROMPT, params), OURS, kept(22, 1))
         assert decode.ranks[0].take_stats()["failures"] == {"stale": 1}  # type: ignore[index]
         assert all(now.equal(then) for now, then in zip(decode.caches[0].values(), before, strict=True))
         prefill.step_until(lambda: "r" in prefill.sent)
@@ -102,8 +99,7 @@ def test_a_prompt_whose_last_token_reads_a_block_that_vllm_drops_is_loaded_but_f
     """As above, with a prefill that has the block still."""
     prompt = PROMPT[:21]
     with server("p") as prefill, server("d") as decode:
-        _, params = prefill.prefill(request("r", prompt, ASK_PREFILL), FULL, kept(20, 7, 21))
-        assert params
+        params = prefill.hands_off(request("r", prompt, ASK_PREFILL), FULL, kept(20, 7, 21))
         assert decode.load(request("x", prompt, params), OURS, kept(20, 1)) == (20, True)
         decode.step_until(lambda: "x" in decode.received)
         assert not decode.failed

@@ -227,6 +227,12 @@ class Server:
         self.step()
         return ended
 
+    def hands_off(self, request: Any, *groups: list[int]) -> dict[str, Any]:
+        """As `prefill`. Returns what decode is given."""
+        _, params = self.prefill(request, *groups)
+        assert params
+        return params
+
     def begin(self, request: Any, *groups: list[int]) -> None:
         """Arrives and is scheduled; its first blocks exist."""
         self.scheduler.arrived(request)
@@ -283,6 +289,28 @@ class Server:
         assert count is not None
         self.scheduler.allocated(request, groups, count)
         return count, in_background
+
+    def loads(self, request: Any, *groups: list[int], computed: int = 0) -> bool:
+        """Loads a request to its end. Returns whether that went well."""
+        self.load(request, *groups, computed=computed)
+        self.step_until(lambda: request.request_id in self.received)
+        return request.request_id not in self.failed
+
+
+def same(
+    one: Server,
+    other: Server,
+    pairs: Iterable[tuple[int, int]],
+    layers: Iterable[str] = ("layer.0", "layer.1"),
+) -> bool:
+    """Whether blocks of two servers hold the same bytes."""
+    names = tuple(layers)
+    return all(one.block(name, a).equal(other.block(name, b)) for a, b in pairs for name in names)
+
+
+def gone(server: Server) -> bool:
+    """No lease is left, and every slot is free again."""
+    return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
 def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -> Any:

@@ -14,7 +14,7 @@ from control.replicas import LEASE_S, Replica, joined
 from coordinator.chains import prefix
 from loops.loops_of_coordinator import etcd_store, hands_off, memory_store
 from loops.rows import FailingOnce, Unexpected, failing, passes
-from virtual_time import run
+from virtual_time import virtual
 
 from kvlink.control import Claim, SessionState
 from kvlink.control.denials import LogQuota
@@ -43,19 +43,18 @@ def odd_text() -> WorkerReport:
 
 
 @pytest.mark.parametrize("report", [raises, too_large, odd_text])
-def test_a_report_that_cannot_be_sent_costs_no_membership(report: Callable[[], WorkerReport]) -> None:
-    async def main() -> None:
-        replica = Replica()
-        session = await joined(replica, report=report)
-        await passes(3 * LEASE_S)
-        assert (len(replica.joined), session.state) == (1, SessionState.JOINED)
-        assert len(replica.beaten) > 10
-        await session.close()
-
-    run(main)
+@virtual
+async def test_a_report_that_cannot_be_sent_costs_no_membership(report: Callable[[], WorkerReport]) -> None:
+    replica = Replica()
+    session = await joined(replica, report=report)
+    await passes(3 * LEASE_S)
+    assert (len(replica.joined), session.state) == (1, SessionState.JOINED)
+    assert len(replica.beaten) > 10
+    await session.close()
 
 
-def test_an_offer_that_cannot_be_sent_does_not_stop_the_others_after_a_rejoin() -> None:
+@virtual
+async def test_an_offer_that_cannot_be_sent_does_not_stop_the_others_after_a_rejoin() -> None:
     class Stream:
         async def __aenter__(self) -> Stream:
             return self
@@ -71,24 +70,22 @@ def test_an_offer_that_cannot_be_sent_does_not_stop_the_others_after_a_rejoin() 
             done.set_result(None)
             return done
 
-    async def main() -> None:
-        replica = Replica()
-        session = await joined(replica)
-        session._client.handoffs = Stream  # type: ignore[method-assign, assignment]
-        for name in ("a", "bad", "b"):
-            session._offers[name] = (make_offer(name), 1e9)
-        session._rejoin_soon()
-        await passes(LEASE_S)
-        assert sent == ["a", "b"]
-        assert (session.num_rejoins, len(replica.joined)) == (1, 2)
-        await session.close()
-
     sent: list[str] = []
-    run(main)
+    replica = Replica()
+    session = await joined(replica)
+    session._client.handoffs = Stream  # type: ignore[method-assign, assignment]
+    for name in ("a", "bad", "b"):
+        session._offers[name] = (make_offer(name), 1e9)
+    session._rejoin_soon()
+    await passes(LEASE_S)
+    assert sent == ["a", "b"]
+    assert (session.num_rejoins, len(replica.joined)) == (1, 2)
+    await session.close()
 
 
 @pytest.mark.parametrize("error", [Unexpected(), ConfigError("bad")])
-def test_a_prefix_that_cannot_be_sent_does_not_stop_the_others(error: Exception) -> None:
+@virtual
+async def test_a_prefix_that_cannot_be_sent_does_not_stop_the_others(error: Exception) -> None:
     held: set[str] = set()
 
     class Directory:
@@ -99,91 +96,79 @@ def test_a_prefix_that_cannot_be_sent_does_not_stop_the_others(error: Exception)
             held.difference_update(changes.withdrawn)
             return 7
 
-    async def main() -> None:
-        publisher = PrefixPublisher(cast(Any, Directory()), lambda: WorkerEpoch("prefill", 1))
-        for name in ("a", "bad", "b", "c"):
-            publisher.publish(prefix(name, ttl_s=600.0), lambda: True)
-        running = asyncio.ensure_future(publisher.run())
-        await passes(1.0)
-        assert held == {"a", "b", "c"}
-        publisher.withdraw("a")
-        publisher.publish(prefix("d", ttl_s=600.0), lambda: True)
-        await passes(4.0)
-        assert held == {"b", "c", "d"}
-        running.cancel()
-
-    run(main)
+    publisher = PrefixPublisher(cast(Any, Directory()), lambda: WorkerEpoch("prefill", 1))
+    for name in ("a", "bad", "b", "c"):
+        publisher.publish(prefix(name, ttl_s=600.0), lambda: True)
+    running = asyncio.ensure_future(publisher.run())
+    await passes(1.0)
+    assert held == {"a", "b", "c"}
+    publisher.withdraw("a")
+    publisher.publish(prefix("d", ttl_s=600.0), lambda: True)
+    await passes(4.0)
+    assert held == {"b", "c", "d"}
+    running.cancel()
 
 
-def test_a_prefix_whose_lease_cannot_be_asked_for_is_withdrawn() -> None:
+@virtual
+async def test_a_prefix_whose_lease_cannot_be_asked_for_is_withdrawn() -> None:
     class Directory:
         async def publish_prefixes(self, changes: PrefixChanges) -> int:
             sent.extend(each.request_id for each in changes.prefixes)
             return 7
 
-    async def main() -> None:
-        publisher = PrefixPublisher(cast(Any, Directory()), lambda: WorkerEpoch("prefill", 1))
-        publisher.publish(prefix("bad"), cast(Any, raises))
-        publisher.publish(prefix("a"), lambda: True)
-        assert not await publisher.step()
-        assert (sent, len(publisher)) == (["a"], 1)
-
     sent: list[str] = []
-    run(main)
+    publisher = PrefixPublisher(cast(Any, Directory()), lambda: WorkerEpoch("prefill", 1))
+    publisher.publish(prefix("bad"), cast(Any, raises))
+    publisher.publish(prefix("a"), lambda: True)
+    assert not await publisher.step()
+    assert (sent, len(publisher)) == (["a"], 1)
 
 
-def test_a_lost_worker_that_cannot_be_forgotten_does_not_hide_the_others() -> None:
-    async def main() -> None:
-        async with memory_store() as store:
-            await store.join(make_card("another"), rejoin=False)
-            feed = await store.watch()
-            assert len(await anext(feed)) == 2
-            with failing(MemoryStore, "_forget"):
-                gone = await anext(feed)
-            assert [(change.what, change.card.worker_id) for change in gone] == [
-                (Joined.DOWN, "prefill"),
-                (Joined.DOWN, "another"),
-            ]
-
-    run(main)
+@virtual
+async def test_a_lost_worker_that_cannot_be_forgotten_does_not_hide_the_others() -> None:
+    async with memory_store() as store:
+        await store.join(make_card("another"), rejoin=False)
+        feed = await store.watch()
+        assert len(await anext(feed)) == 2
+        with failing(MemoryStore, "_forget"):
+            gone = await anext(feed)
+        assert [(change.what, change.card.worker_id) for change in gone] == [
+            (Joined.DOWN, "prefill"),
+            (Joined.DOWN, "another"),
+        ]
 
 
-def test_a_claim_whose_answer_fails_does_not_keep_others_waiting() -> None:
-    async def main() -> None:
-        async with memory_store() as store:
-            claims = [store.claim(Claim("r", 5.0, reader, 2)) for reader in range(2)]
-            claims[1].on_answer = FailingOnce()
-            await store.offer(make_offer("r", seats=2))
-            assert [await claim for claim in claims] == [[make_offer("r").ticket]] * 2
-
-    run(main)
+@virtual
+async def test_a_claim_whose_answer_fails_does_not_keep_others_waiting() -> None:
+    async with memory_store() as store:
+        claims = [store.claim(Claim("r", 5.0, reader, 2)) for reader in range(2)]
+        claims[1].on_answer = FailingOnce()
+        await store.offer(make_offer("r", seats=2))
+        assert [await claim for claim in claims] == [[make_offer("r").ticket]] * 2
 
 
-def test_an_alarm_that_fails_rings_again_with_a_back_off() -> None:
+@virtual
+async def test_an_alarm_that_fails_rings_again_with_a_back_off() -> None:
     times: list[float] = []
 
     def ring(late_s: float) -> float:
         times.append(clock())
         raise Unexpected
 
-    async def main() -> None:
-        nonlocal clock
-        clock = asyncio.get_running_loop().time
-        alarm = Alarm(ring, clock)
-        alarm.set(1.0)
-        await passes(20.0)
-        alarm.close()
-        before = len(times)
-        await passes(20.0)
-        assert len(times) == before
-
-    clock: Callable[[], float] = float
-    run(main)
+    clock = asyncio.get_running_loop().time
+    alarm = Alarm(ring, clock)
+    alarm.set(1.0)
+    await passes(20.0)
+    alarm.close()
+    before = len(times)
+    await passes(20.0)
+    assert len(times) == before
     assert times[0] == 1.0
     assert 10 < len(times) < 40, "it does not spin"
 
 
-def test_a_stream_whose_late_answer_cannot_be_sent_ends() -> None:
+@virtual
+async def test_a_stream_whose_late_answer_cannot_be_sent_ends() -> None:
     async def batches() -> AsyncIterator[HandoffBatch]:
         yield HandoffBatch([], [], [Claim("r", 60.0)], [])
         await passes(3600.0)
@@ -192,33 +177,28 @@ def test_a_stream_whose_late_answer_cannot_be_sent_ends() -> None:
         if results.claimed:
             raise Unexpected
 
-    async def main() -> None:
-        async with memory_store() as store:
-            serving = asyncio.ensure_future(HandoffServer(store, send, LogQuota()).serve(batches()))
-            await passes(1.0)
-            await store.offer(make_offer("r"))
-            await passes(1.0)
-            assert serving.done(), "its peer would wait for the ticket"
-            with pytest.raises(Unexpected):
-                await serving
-            assert (await store.status()).waiting_claims == 0
-
-    run(main)
+    async with memory_store() as store:
+        serving = asyncio.ensure_future(HandoffServer(store, send, LogQuota()).serve(batches()))
+        await passes(1.0)
+        await store.offer(make_offer("r"))
+        await passes(1.0)
+        assert serving.done(), "its peer would wait for the ticket"
+        with pytest.raises(Unexpected):
+            await serving
+        assert (await store.status()).waiting_claims == 0
 
 
-def test_a_reply_of_etcd_with_too_few_results_fails_its_batch() -> None:
-    async def main() -> None:
-        async with etcd_store() as (store, etcd):
-            answer = etcd._answer
-            etcd._answer = lambda chosen: type(answer(chosen))(header=etcd._header(), succeeded=True)  # type: ignore[method-assign]
-            done = await asyncio.gather(
-                *(store.offer(make_offer(name)) for name in ("a", "b")), return_exceptions=True
-            )
-            assert [isinstance(each, Refused) and each.reason for each in done] == [Reason.FAILED] * 2
-            etcd._answer = answer  # type: ignore[method-assign]
-            await hands_off(store)
-
-    run(main)
+@virtual
+async def test_a_reply_of_etcd_with_too_few_results_fails_its_batch() -> None:
+    async with etcd_store() as (store, etcd):
+        answer = etcd._answer
+        etcd._answer = lambda chosen: type(answer(chosen))(header=etcd._header(), succeeded=True)  # type: ignore[method-assign]
+        done = await asyncio.gather(
+            *(store.offer(make_offer(name)) for name in ("a", "b")), return_exceptions=True
+        )
+        assert [isinstance(each, Refused) and each.reason for each in done] == [Reason.FAILED] * 2
+        etcd._answer = answer  # type: ignore[method-assign]
+        await hands_off(store)
 
 
 def test_a_connection_for_which_no_thread_is_left_gives_its_room_back() -> None:

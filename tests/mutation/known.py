@@ -64,11 +64,15 @@ _OFFERS, _SESSION = "kvlink/coordinator/store/pending_offers.py", "kvlink/contro
 _CLAIMS, _MIRROR = "kvlink/coordinator/store/etcd/claims.py", "kvlink/coordinator/store/etcd/mirror.py"
 _MEMBERS = "kvlink/coordinator/store/members.py"
 _TEST_OFFERS, _TEST_MEMBERS = (
-    ("tests/coordinator/test_pending_offers.py", "tests/control/store", "tests/control/test_given_back.py"),
-    ("tests/coordinator/test_members.py", "tests/control/store"),
+    (
+        "tests/coordinator/test_pending_offers.py",
+        "tests/control/store",
+        "tests/control/test_refused_offers.py",
+    ),
+    ("tests/coordinator/test_prefix_directory.py", "tests/control/store"),
 )
 _TEST_MIRROR, _TEST_REFUSED = (
-    ("tests/coordinator/test_etcd_mirror.py",),
+    ("tests/coordinator/test_pending_offers.py",),
     ("tests/control/test_refused_offers.py",),
 )
 _READY = "shared.ready.store(ready, std::memory_order_relaxed);"
@@ -102,13 +106,13 @@ PLANTED = (
     Planted("refused offers are not sent again", "session", _SESSION, "refused.add(offer.request_id)", "pass",
             _TEST_REFUSED),
     Planted("a silent coordinator is not avoided", "session", _SESSION, "stream.avoid_server()", "pass",
-            ("tests/control/test_beats.py",)),
+            ("tests/control/test_session.py",)),
     Planted("settle orders are not pushed", "coordinator", "kvlink/coordinator/coordinator.py",
             "await send(Push(PushKind.SETTLE, order.slot, order.settle_nonce))", "pass",
             ("tests/control/test_session.py",)),
     Planted("an agent that refuses counts as alive", "coordinator", "kvlink/coordinator/incumbents.py",
             "gone = str(error)",
-            'return ""', ("tests/control/test_taken_names.py",)),
+            'return ""', ("tests/control/test_duplicates.py",)),
     Planted("prefixes of dead workers stay", "coordinator", "kvlink/coordinator/prefix_service.py",
             "if change.what is Joined.DOWN:", "if False:", ("tests/control/test_prefixes.py",)),
     Planted("the nonce is stored before `ready`", "lease", _LEASES, f"{_READY}\n  {_NONCE}", f"{_NONCE} {_READY}"),

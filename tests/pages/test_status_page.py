@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page in a real browser: what it shows, in light and dark, and that foreign text stays text."""
+"""The status page and the report in a browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from bench.result_rows import contest_rows, page_of, pull_row, rows
 from control.cards import make_card
 from pages.browsing import has_no_sideways_scroll, marks, violations, visited
 from playwright.async_api import Browser, Page
@@ -238,3 +239,26 @@ async def test_a_paused_page_does_not_change(coordinator: Coordinator, browser: 
         await pause.press("Enter")
         await page.wait_for_selector("#workers >> text=late")
         assert await page.inner_text("#state") == "live"
+
+
+_CROSSED = """[...document.querySelectorAll(".mark")].filter(mark => mark.getBoundingClientRect().right + 1 <
+  mark.parentElement.querySelector(".bar i").getBoundingClientRect().right).map(mark => mark.outerHTML)"""
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
+async def test_the_report(browser: Browser, tmp_path: Path, scheme: str, width: int) -> None:
+    page_of(tmp_path, [*rows(), *contest_rows(100, 400), pull_row()])
+    page, complaints = await visited(browser, (tmp_path / "report.html").as_uri(), scheme, width)
+    assert await page.get_by_text("4.0 times as fast as NIXL").first.is_visible()
+    assert await page.get_by_text("other processes took 12.5% of all CPU time").first.is_visible()
+    assert await page.get_by_text("Where the time of a handoff goes").first.is_visible()
+    assert not await page.get_by_text("make peers").is_visible()
+    assert await violations(page) == []
+    for number in range(await page.locator("summary").count()):
+        await page.locator("summary").nth(number).press("Enter")
+    assert await page.get_by_text("make peers").is_visible()
+    assert await has_no_sideways_scroll(page)
+    assert await violations(page) == []
+    assert await page.evaluate(_CROSSED) == [], "a bar is longer than its limit"
+    assert complaints == []
+    await page.screenshot(path=tmp_path / f"{scheme}-{width}.png", full_page=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/servers/routers.md, cell by cell: which failure sends a request to which other server."""
+"""Requests that are sent again, and streams that decode servers follow."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 from collections.abc import AsyncIterator, Iterator
@@ -15,8 +16,11 @@ import pytest
 pytest.importorskip("aiohttp", reason="pip install 'kvlink[router]'")
 
 from aiohttp import ClientError
-from fake_engine import FakeEngine
-from test_router import BODY, Place
+from fake_engine import HANDOFF, FakeEngine
+from test_router import BODY, CHAT, Place
+from tracing.finding import REQUEST
+
+from kvlink.integrations.router.bodies import num_tokens
 
 GONE, CUT, CUT_LATER, BROKEN = "gone", "at once", "after the headers", "after a piece"
 STREAM = BODY | {"stream": True}
@@ -285,3 +289,132 @@ async def test_limits_of_the_router_are_named_as_its_own(place: Place, path: str
         up = await health.json()
     assert len(up["prefill"]) == len(up["decode"]) == 3
     assert (await place.post(path=path))[0] == 200
+
+
+@pytest.fixture
+async def following_place() -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        yield await Place(stack).start(streaming_from=3)
+
+
+def names(following_place: Place) -> tuple[Any, Any]:
+    asked = following_place.prefill[0].asked[0], following_place.decode[0].asked[0]
+    return tuple(body["kv_transfer_params"]["kvlink_stream"] for body in asked)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+async def test_both_sides_are_asked_at_once_under_one_name(following_place: Place, slow: str) -> None:
+    getattr(following_place, slow)[0].slow_s = 0.2
+    status, answer = await following_place.post()
+    assert (status, answer["model"]) == (200, "d0")
+    assert len(set(names(following_place))) == 1
+    assert following_place.prefill[0].asked[0]["kv_transfer_params"]["do_remote_decode"] is True
+    assert following_place.decode[0].asked[0]["kv_transfer_params"]["do_remote_prefill"] is True
+    assert (await following_place.counts())["followed"] == 1
+    await following_place.post()
+    assert (
+        following_place.prefill[1].asked[0]["kv_transfer_params"]["kvlink_stream"]
+        != names(following_place)[0]
+    )
+
+
+async def test_both_sides_are_told_of_the_trace(following_place: Place) -> None:
+    assert (await following_place.post(traceparent=REQUEST))[0] == 200
+    for side in (following_place.prefill[0], following_place.decode[0]):
+        assert side.asked[0]["kv_transfer_params"]["kvlink_traceparent"] == REQUEST
+
+
+async def test_short_prompts_go_one_after_the_other(following_place: Place) -> None:
+    await following_place.post(BODY | {"prompt": [1, 2]})
+    assert following_place.decode[0].asked[0]["kv_transfer_params"] == HANDOFF
+    assert await following_place.counts() == {"handed_off": 1}
+
+
+async def test_a_prefill_that_was_not_announced_is_handed_off_as_ever(following_place: Place) -> None:
+    following_place.prefill[0].follows = following_place.decode[0].follows = False
+    assert (await following_place.post())[0] == 200
+    waited, answered = following_place.decode[0].asked
+    assert "kvlink_stream" in waited["kv_transfer_params"]
+    assert answered["kv_transfer_params"] == HANDOFF
+    await asyncio.wait_for(following_place.decode[0].aborted.wait(), 10)
+    assert await following_place.counts() == {"handed_off": 1}
+
+
+async def test_prefill_advises_against_prompts_that_it_would_not_announce(following_place: Place) -> None:
+    for engine in (*following_place.prefill, *following_place.decode):
+        engine.handoff, engine.follows = HANDOFF | {"kvlink_streams_from": 5}, False
+    body = BODY | {"prompt": [1, 2, 3, 4]}
+    assert (await following_place.post(body))[0] == 200
+    asked = [len(engine.asked) for engine in following_place.decode]
+    assert (await following_place.post(body))[0] == 200
+    assert sum(len(engine.asked) for engine in following_place.decode) == sum(asked) + 1
+    for engine in (*following_place.prefill, *following_place.decode):
+        engine.follows = True
+    assert (await following_place.post(body | {"prompt": [1, 2, 3, 4, 5]}))[0] == 200
+    assert await following_place.counts() == {"handed_off": 3, "followed": 1}
+
+
+async def test_a_decode_server_that_fails_at_it_gets_the_hand_off(following_place: Place) -> None:
+    following_place.decode[0].fails_to_follow = True
+    following_place.prefill[0].slow_s = 0.1
+    assert (await following_place.post())[0] == 200
+    assert following_place.decode[0].asked[1]["kv_transfer_params"]["of_another_connector"] == {
+        "deep": [1, None]
+    }
+
+
+async def test_what_prefill_refuses_ends_both(following_place: Place) -> None:
+    following_place.prefill[0].status = 400
+    following_place.decode[0].follows = False
+    assert await following_place.post() == (400, {"error": {"message": "p0 says no"}})
+    await asyncio.wait_for(following_place.decode[0].aborted.wait(), 10)
+
+
+async def test_the_next_decode_server_follows_anew(following_place: Place) -> None:
+    await following_place.kill(following_place.decode[0])
+    following_place.prefill[0].slow_s = 0.1
+    status, answer = await following_place.post()
+    assert (status, answer["model"]) == (200, "d1")
+    streams = {
+        engine.asked[0]["kv_transfer_params"]["kvlink_stream"]
+        for engine in (following_place.prefill[1], following_place.decode[1])
+    }
+    assert len(streams) == 1
+    counts = await following_place.counts()
+    assert (counts["followed"], counts["decode_retried"]) == (1, 1)
+
+
+async def test_without_prefill_decode_computes_the_prompt(following_place: Place) -> None:
+    following_place.decode[0].follows = False
+    for engine in following_place.prefill:
+        await following_place.kill(engine)
+    assert (await following_place.post())[0] == 200
+    assert following_place.decode[0].asked[-1] == BODY
+
+
+async def test_a_client_that_hangs_up_ends_both(following_place: Place) -> None:
+    following_place.prefill[0].hang = following_place.decode[0].hang = True
+    asking = asyncio.create_task(following_place.post())
+    await asyncio.gather(following_place.prefill[0].arrived.wait(), following_place.decode[0].arrived.wait())
+    asking.cancel()
+    for engine in (following_place.prefill[0], following_place.decode[0]):
+        await asyncio.wait_for(engine.aborted.wait(), 10)
+
+
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 50_000}}
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"prompt": [1, 2, 3]}, 3),
+        ({"prompt": [[1, 2, 3]]}, 3),
+        ({"prompt": "x" * 40}, 10),
+        ({"prompt": ["x" * 40]}, 10),
+        (CHAT, 8),
+        ({"messages": [{"role": "user", "content": [_IMAGE, {"type": "text", "text": "x" * 40}]}]}, 10),
+        ({}, 1),
+    ],
+)
+def test_prompts_are_measured(body: dict[str, Any], tokens: int) -> None:
+    assert num_tokens(body) == tokens

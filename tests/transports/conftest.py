@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from making import making
 from transports.gpus import LEAST, SOURCES, Holdable, Open
 from transports.pairs import Pair
 from transports.pools import OWN_GPU, USUAL, PoolSpec
@@ -73,58 +74,37 @@ def peer(request: pytest.FixtureRequest, _shared_peers: dict[bool, Peer]) -> Pee
 @pytest.fixture
 def new_process() -> Iterator[Callable[..., PeerProcess]]:
     """Makes processes that may be killed, stopped and restarted."""
-    started: list[PeerProcess] = []
-
-    def start(**env: str) -> PeerProcess:
-        started.append(PeerProcess(**env))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.close()
+    with making(PeerProcess) as start:
+        yield start
 
 
 @pytest.fixture
 def new_owner(peer: Peer) -> Iterator[Callable[..., RemoteWorker]]:
     """Makes owners at `peer` that end with the test."""
-    opened: list[RemoteWorker] = []
-
-    def make(pool: PoolSpec, **config: Any) -> RemoteWorker:
-        opened.append(RemoteWorker(peer, f"owner-{next(_names)}", pool, **config))
-        return opened[-1]
-
-    yield make
-    while opened:
-        opened.pop().close()
+    with making(lambda pool, **config: RemoteWorker(peer, f"owner-{next(_names)}", pool, **config)) as make:
+        yield make
 
 
 @pytest.fixture
 def new_reader() -> Iterator[Callable[..., Worker]]:
     """Makes readers in this process that end with the test."""
-    opened: list[Worker] = []
 
-    def make(pool: PoolSpec, **config: Any) -> Worker:
-        name = f"reader-{next(_names)}"
-        opened.append(Worker(pool.make(), name, config=WorkerConfig.from_env(**config)))
-        return opened[-1]
+    def open_reader(pool: PoolSpec, **config: Any) -> Worker:
+        return Worker(pool.make(), f"reader-{next(_names)}", config=WorkerConfig.from_env(**config))
 
-    yield make
-    while opened:
-        opened.pop().close()
+    with making(open_reader) as make:
+        yield make
 
 
 @pytest.fixture
 def new_pair(peer: Peer) -> Iterator[Callable[..., Pair]]:
     """Makes pairs that end with the test; their owner lives at `peer` unless said otherwise."""
-    opened: list[Pair] = []
 
-    def make(transport: str, at: Peer | None = None, **options: Any) -> Pair:
-        opened.append(Pair(at or peer, f"pair-{next(_names)}", transport, **options))
-        return opened[-1]
+    def open_pair(transport: str, at: Peer | None = None, **options: Any) -> Pair:
+        return Pair(at or peer, f"pair-{next(_names)}", transport, **options)
 
-    yield make
-    while opened:
-        opened.pop().close()
+    with making(open_pair) as make:
+        yield make
 
 
 @pytest.fixture

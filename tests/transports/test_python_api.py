@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls keep Python's promises: event loops, threads, waiting, cancelling and closing."""
+"""The API of workers over each transport: offers, claims, prepared and warm pulls."""
 
 from __future__ import annotations
 
 import asyncio
+import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from transports.pairs import POISON, Pair
 from transports.pools import PoolSpec, wide
-from transports.processes import PeerProcess, RemoteWorker, eventually
+from transports.processes import Peer, PeerProcess, RemoteWorker, eventually
 
-from kvlink import LeaseEnd, Ticket, Worker
+from kvlink import LeaseEnd, StaleBlocks, Ticket, Worker
 from kvlink.errors import Cancelled, ConfigError, KVLinkError, TransferTimeout, UnknownRequest
 
 NewOwner = Callable[..., RemoteWorker]
@@ -293,3 +297,170 @@ def test_a_ticket_survives_the_routers_text(new_owner: NewOwner, new_reader: New
     owner, reader = new_owner(PoolSpec(), transports="cma"), new_reader(PoolSpec(), transports="cma")
     ticket = owner.offer([1, 2, 3])
     assert reader.pull(Ticket.from_text(ticket.to_text()), [4, 5, 6]).wait()
+
+
+OWNER, HERE = [9, 3, 30, 4], [1, 8, 2, 40]
+
+
+def test_it_reads_the_blocks_of_each_further_ticket(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    prepared = pair.reader.prepare(pair.offer(OWNER), HERE)
+    for _ in range(4):
+        pair.blocks()[HERE] = POISON
+        pull = prepared.pull(pair.offer(OWNER))
+        assert pull.wait(30)
+        assert pair.holds(HERE, OWNER)
+        assert pull.stats.settled
+        assert pull.stats.num_bytes == len(OWNER) * pair.blocks().shape[1]
+
+
+def test_it_validates_the_lease_of_its_own_ticket(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    first, ended = pair.offer(OWNER), pair.offer(OWNER)
+    prepared = pair.reader.prepare(first, HERE)
+    pair.owner.do("abort", request_id=ended.request_id)
+    with pytest.raises(StaleBlocks):
+        prepared.pull(ended).wait(30)
+    assert prepared.pull(first).wait(30)
+    assert pair.holds(HERE, OWNER)
+
+
+def test_it_plans_again_for_a_new_connection(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    prepared = pair.reader.prepare(pair.offer(OWNER), HERE)
+    for _ in range(2):
+        for peer in pair.reader.peers():
+            peer.connection.close()
+        pair.blocks()[HERE] = POISON
+        assert prepared.pull(pair.offer(OWNER)).wait(30)
+        assert pair.holds(HERE, OWNER)
+
+
+def test_blocks_that_are_not_written_yet_are_waited_for(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    prepared = pair.reader.prepare(pair.offer(OWNER), HERE)
+    ticket = pair.offer(OWNER, ready=0)
+    pair.blocks()[HERE] = POISON
+    pull = prepared.pull(ticket)
+    assert not pull.done()
+    pair.owner.do("set_ready", request_id=ticket.request_id, ready=len(OWNER))
+    assert pull.wait(30)
+    assert pair.holds(HERE, OWNER)
+
+
+def test_a_hundred_warm_pulls_make_no_call(
+    transport: str, peer: Peer, new_pair: NewPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = new_pair(transport)
+    control = pair.reader._control
+    submitted: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(type(control), name)
+
+        def call(self: Any, job: Any, *rest: Any) -> Any:
+            submitted.append(name)
+            return original(self, job, *rest)
+
+        return call
+
+    for name in ("submit", "run"):
+        monkeypatch.setattr(type(control), name, counting(name))
+    answered = peer.call("agent_calls")
+    pair.works()
+    assert submitted, "the first pull connects: the count counts"
+    assert peer.call("agent_calls") > answered
+
+    tickets = [pair.offer([index % 64]) for index in range(99)] + [pair.offer(range(60))]
+    submitted.clear()
+    answered = peer.call("agent_calls")
+    for index, ticket in enumerate(tickets):
+        assert pair.pull(ticket, [index % 64] if index < 99 else range(60)).stats.settled
+    assert submitted == []
+    assert peer.call("agent_calls") == answered
+
+
+def test_warm_pulls_do_without_the_readers_control_loop(distant: str, new_pair: NewPair) -> None:
+    pair = new_pair(distant)
+    pair.works()
+    tickets = [pair.offer([3, 1, 4]) for _ in range(20)]
+    release = threading.Event()
+    pair.reader._control.loop.call_soon_threadsafe(release.wait)
+    try:
+        for ticket in tickets:
+            pair.pull(ticket, [5, 6, 7])
+    finally:
+        release.set()
+
+
+def test_small_warm_pulls_run_on_the_callers_thread(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    pair.works()
+    # Not at once: the progress thread may still hold the lane for a moment.
+    eventually(lambda: pair.pull(pair.offer([1]), [2]).stats.ran_inline)
+
+
+def test_pulls_that_take_longer_do_only_where_posting_them_is_a_launch(
+    transport: str, new_pair: NewPair
+) -> None:
+    pair = new_pair(transport, inline_us=1)
+    pair.works()
+
+    def ran_inline() -> bool:
+        return pair.pull(pair.offer(range(32)), range(32)).stats.ran_inline  # 512 KiB
+
+    if transport == "cuda":
+        eventually(ran_inline)
+    else:
+        assert not ran_inline()
+
+
+def test_a_pull_is_predicted_by_the_last_ones_of_its_shape(transport: str, new_pair: NewPair) -> None:
+    pair = new_pair(transport)
+    pair.works()
+    took_us: list[float] = []
+
+    def predicted() -> bool:
+        stats = pair.pull(pair.offer(range(5)), range(5)).stats
+        (peer,) = pair.reader.peers()
+        took_us.append(stats.total_us)
+        return peer.predict_us(stats.num_ops, stats.num_bytes) in [pytest.approx(us) for us in took_us]
+
+    # Not at once: a pull that starts while the lane still has the one before it does not count.
+    eventually(predicted)
+    (path,) = pair.pull(pair.offer(range(5)), range(5)).explain()
+    assert path.predicted_us in [pytest.approx(us) for us in took_us]
+
+
+# The filter of all threads: getrandom fails with EPERM, all else is allowed.
+_SCRIPT = """
+import ctypes, struct
+import kvlink
+from kvlink.errors import ConfigError
+from kvlink.layout import Geometry, dense
+
+pool = kvlink.BlockPool.allocate(dense(Geometry(1, 1, 64, 16)))
+with kvlink.Worker(pool, "w", transports="tcp") as worker:
+    rows = [(0x20, 0, 0, 0), (0x15, 0, 1, 318), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    libc = ctypes.CDLL(None, use_errno=True)
+    PR_SET_NO_NEW_PRIVS, SECCOMP, SET_MODE_FILTER, TSYNC = 38, 317, 1, 1
+    assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    filter_of = struct.pack("HxxxxxxQ", len(rows), ctypes.addressof(program))
+    assert libc.syscall(SECCOMP, SET_MODE_FILTER, TSYNC, filter_of) == 0, ctypes.get_errno()
+    for number in range(40):  # some are drawn ahead
+        try:
+            worker.offer(str(number), [1])
+        except ConfigError as refused:
+            print(refused)
+            break
+"""
+
+
+@pytest.mark.verify
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64 system calls")
+def test_an_offer_without_random_numbers_is_refused() -> None:
+    ended = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "getrandom: Operation not permitted" in ended.stdout
+    assert "seccomp" in ended.stdout

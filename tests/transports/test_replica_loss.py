@@ -10,7 +10,7 @@ import pytest
 from control.fleet import Fleet, three_of_each
 from transports.pairs import Pair
 from transports.processes import PATIENCE
-from transports.test_coordinator_loss import Load, claim
+from transports.test_owner_death import Load, claim
 
 from kvlink.errors import CoordinatorUnavailable
 

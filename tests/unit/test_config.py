@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue of options: every one documented, every bad value refused with its name."""
+"""The configuration of a worker: its fields, those of RDMA, and durations."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
 from kvlink.config.addresses import split_address
-from kvlink.config.rdma_config import NicNames, parse_nics
+from kvlink.config.rdma_config import NicNames, parse_nics, parse_pkey
 from kvlink.config.setting import Setting
+from kvlink.config.timeouts import checked, given_or
 from kvlink.errors import ConfigError
+from kvlink.runtime.durations import BOUNDS_S, Durations
+from kvlink.transfer.nic_registration import rdma_options
 from kvlink.transfer.transport_names import select
 
 BUILT_IN = ["loopback", "shm", "cma", "tcp"]
@@ -200,3 +206,132 @@ def test_nic_lists_of_gpus() -> None:
 def test_nic_lists_of_no_gpu(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"KVLINK_NICS=.*one list for each GPU|is no list of NICs"):
         parse_nics(spec)
+
+
+@pytest.mark.parametrize(
+    "gid", ["", "0", "255", "10.1.0.7", "10.1.0.0/16", "10.1.2.3/16", "0.0.0.0/0", "2001:db8::/32", "fe80::1"]
+)
+def test_gids(gid: str) -> None:
+    assert WorkerConfig(rdma_gid=gid).rdma_gid == gid
+
+
+@pytest.mark.parametrize(
+    "gid", ["256", "-1", "x", "10.1.0.0/33", "10.1.0.0/255.255.0.0", "fe80::1%eth0", "::/129", "1.2.3", "²"]
+)
+def test_malformed_gids_are_refused(gid: str) -> None:
+    with pytest.raises(ConfigError, match=r"KVLINK_RDMA_GID=.* chooses no GID"):
+        WorkerConfig(rdma_gid=gid)
+
+
+def test_keys_of_partitions() -> None:
+    assert [parse_pkey(text) for text in ("", "0x8001", "0XFFFF", "32769", "1")] == [
+        0,
+        0x8001,
+        0xFFFF,
+        0x8001,
+        1,
+    ]
+    for text in ("0", "0x0", "0x8000", "32768", "0x10000", "65536", "-1", "x", "0x"):
+        with pytest.raises(ConfigError, match=r"KVLINK_RDMA_PKEY=.* is no key of a partition"):
+            WorkerConfig(rdma_pkey=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rdma_service_level", (-1, 16)),
+        ("rdma_timeout", (7, 21)),
+        ("rdma_retries", (0, 8)),
+        ("rdma_silence_s", (0.1, 31.0)),
+        ("rdma_qps", (0, 17)),
+    ],
+)
+def test_bounds(name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"KVLINK_{name.upper()}={value} must be between"):
+            WorkerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_reader_waits_as_long_as_its_nic_resends() -> None:
+    with pytest.raises(
+        ConfigError, match=r"KVLINK_RDMA_SILENCE_S=0.6 is less than the 0.94 s .*TIMEOUT=15 .*RETRIES=6"
+    ):
+        WorkerConfig(rdma_timeout=15)
+    with pytest.raises(ConfigError, match=r"less than the 0\.54 s"):
+        WorkerConfig(rdma_silence_s=0.5, rdma_retries=7)
+    WorkerConfig(rdma_timeout=17, rdma_retries=7, rdma_silence_s=4.3)
+
+
+def test_the_connection_manager_chooses_gid_and_partition_itself() -> None:
+    for chosen in ({"rdma_gid": "3"}, {"rdma_pkey": "0x8001"}):
+        with pytest.raises(ConfigError, match=r"KVLINK_RDMA_CONNECT=cm chooses"):
+            WorkerConfig(rdma_connect="cm", **chosen)  # type: ignore[arg-type]
+
+
+def test_cpp_gets_every_option() -> None:
+    env = {
+        "KVLINK_RDMA_CONNECT": "direct",
+        "KVLINK_RDMA_GID": "10.1.0.0/16",
+        "KVLINK_RDMA_PKEY": "0x8001",
+        "KVLINK_RDMA_SERVICE_LEVEL": "5",
+        "KVLINK_RDMA_TRAFFIC_CLASS": "106",
+        "KVLINK_RDMA_TIMEOUT": "16",
+        "KVLINK_RDMA_RETRIES": "3",
+        "KVLINK_RDMA_SILENCE_S": "2.5",
+        "KVLINK_RDMA_QPS": "8",
+    }
+    assert repr(rdma_options(WorkerConfig.from_env(env))) == (
+        "connect='direct' gid='10.1.0.0/16' pkey=0x8001 service_level=5 traffic_class=106 timeout=16 retries=3 "
+        "silence_ns=2500000000 qps=8"
+    )
+
+
+def test_zero_is_given() -> None:
+    assert given_or(0, 30.0) == 0
+    assert given_or(0.0, 30.0) == 0
+    assert given_or(None, 30.0) == 30
+    assert checked(float("inf")) == float("inf")
+
+
+@pytest.mark.parametrize("timeout_s", [-1, -1e-9, float("-inf"), float("nan")])
+def test_less_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="0 means now"):
+        given_or(timeout_s, 30.0)
+
+
+NANOSECONDS = st.lists(st.integers(0, 2**40), max_size=50)
+
+
+def of(durations: list[int]) -> Durations:
+    counted = Durations()
+    for ns in durations:
+        counted.add(ns)
+    return counted
+
+
+@given(NANOSECONDS)
+def test_every_duration_is_in_the_bucket_that_ends_at_or_above_it(durations: list[int]) -> None:
+    counted = of(durations)
+    for bucket, bound in enumerate([*BOUNDS_S, math.inf]):
+        assert sum(counted.buckets[: bucket + 1]) == sum(ns <= round(bound * 1e9, 3) for ns in durations)
+    assert (counted.count, counted.sum_ns) == (len(durations), sum(durations))
+
+
+@given(NANOSECONDS, NANOSECONDS)
+def test_what_came_later_is_the_difference(first: list[int], later: list[int]) -> None:
+    both = of(first) + of(later)
+    assert both.buckets == of(first + later).buckets
+    assert both.since(of(first)).buckets == of(later).buckets
+    assert both.since(of(first)).sum_ns == sum(later)
+
+
+@given(st.lists(st.integers(1, 2**34), min_size=1, max_size=50), st.floats(0.01, 1.0))
+def test_a_quantile_is_within_its_bucket(durations: list[int], share: float) -> None:
+    found_ns = of(durations).quantile_s(share) * 1e9
+    true_ns = sorted(durations)[math.ceil(share * len(durations)) - 1]
+    assert true_ns / 2.001 <= found_ns or true_ns <= 512
+    assert found_ns <= max(2 * true_ns, 512) + 1e-3
+
+
+def test_without_durations_there_is_no_quantile() -> None:
+    assert Durations().quantile_s(0.99) == 0.0

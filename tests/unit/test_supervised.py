@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Background work goes on after an exception of any type, and ends when it is cancelled, returns or is interrupted."""
+"""Background work: what supervises it, and the rule that it is supervised."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
+from supervision import findings, loops, main
 from virtual_time import run as in_virtual_time
+from virtual_time import virtual
 
 from kvlink.errors import ConfigError
 from kvlink.runtime import supervised
@@ -62,28 +65,27 @@ async def endless() -> None:
     await asyncio.Event().wait()
 
 
-def test_a_loop_starts_again_with_a_back_off(name: str) -> None:
+@virtual
+async def test_a_loop_starts_again_with_a_back_off(name: str) -> None:
     times: list[float] = []
 
     async def run() -> None:
         times.append(asyncio.get_running_loop().time())
         raise Unexpected
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(30.0)
-        loop.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loop
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(30.0)
+    loop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loop
     pauses = [after - before for before, after in pairwise(times)]
     assert FIRST_S / 2 <= pauses[0] <= FIRST_S
     assert all(LONGEST_S / 2 <= pause <= LONGEST_S for pause in pauses[7:])
     assert failures()[name] == len(times)
 
 
-def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
+@virtual
+async def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
     times: list[float] = []
 
     async def run() -> None:
@@ -92,12 +94,9 @@ def test_a_loop_that_ran_for_long_starts_again_soon(name: str) -> None:
             await asyncio.sleep(11.0)
         raise Unexpected
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(60.0)
-        loop.cancel()
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(60.0)
+    loop.cancel()
     assert times[7] - times[6] >= LONGEST_S / 2
     assert times[8] - times[7] <= 11.0 + FIRST_S
 
@@ -107,12 +106,10 @@ def test_a_loop_that_returns_ends(name: str) -> None:
     assert failures()[name] == 2
 
 
-def test_a_loop_has_the_count_0_from_its_start(name: str) -> None:
-    async def main() -> None:
-        start_loop(name, endless)
-        await asyncio.sleep(0)
-
-    in_virtual_time(main)
+@virtual
+async def test_a_loop_has_the_count_0_from_its_start(name: str) -> None:
+    start_loop(name, endless)
+    await asyncio.sleep(0)
     assert failures()[name] == 0
 
 
@@ -141,7 +138,8 @@ def test_a_cancellation_of_what_a_loop_awaits_does_not_end_it(name: str) -> None
     assert failures()[name] == 1
 
 
-def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
+@virtual
+async def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
     ended = []
 
     async def run() -> None:
@@ -151,15 +149,12 @@ def test_cancelling_a_loop_ends_what_it_runs_first(name: str) -> None:
             await asyncio.sleep(1.0)
             ended.append(True)
 
-    async def main() -> None:
-        loop = start_loop(name, run)
-        await asyncio.sleep(1.0)
-        loop.cancel()
-        await asyncio.wait([loop])
-        assert loop.cancelled()
-        assert ended == [True]
-
-    in_virtual_time(main)
+    loop = start_loop(name, run)
+    await asyncio.sleep(1.0)
+    loop.cancel()
+    await asyncio.wait([loop])
+    assert loop.cancelled()
+    assert ended == [True]
     assert failures()[name] == 0
 
 
@@ -182,48 +177,42 @@ def test_an_interrupt_passes(name: str, error: type[BaseException]) -> None:
     assert failures()[name] == 0
 
 
-def test_a_job_survives_and_is_kept_until_it_ends(name: str) -> None:
-    async def main() -> None:
-        await start_job(name, failing(1, done)())  # type: ignore[arg-type]
-        assert failures()[name] == 1
-        held: list[weakref.ref[asyncio.Future[None]]] = []
+@virtual
+async def test_a_job_survives_and_is_kept_until_it_ends(name: str) -> None:
+    await start_job(name, failing(1, done)())  # type: ignore[arg-type]
+    assert failures()[name] == 1
+    held: list[weakref.ref[asyncio.Future[None]]] = []
 
-        async def wait() -> None:
-            future = asyncio.get_running_loop().create_future()
-            held.append(weakref.ref(future))
-            await future
+    async def wait() -> None:
+        future = asyncio.get_running_loop().create_future()
+        held.append(weakref.ref(future))
+        await future
 
-        start_job(name, wait())
-        await asyncio.sleep(0)
-        gc.collect()
-        future = held[0]()
-        assert future is not None
-        future.set_result(None)
-        await asyncio.sleep(0)
-
-    in_virtual_time(main)
+    start_job(name, wait())
+    await asyncio.sleep(0)
+    gc.collect()
+    future = held[0]()
+    assert future is not None
+    future.set_result(None)
+    await asyncio.sleep(0)
 
 
-def test_a_job_that_is_cancelled_before_it_runs_is_closed(
+@virtual
+async def test_a_job_that_is_cancelled_before_it_runs_is_closed(
     name: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    async def main() -> None:
-        job = start_job(name, done())
-        job.cancel()
-        await asyncio.wait([job])
-        assert job.cancelled()
-
-    in_virtual_time(main)
+    job = start_job(name, done())
+    job.cancel()
+    await asyncio.wait([job])
+    assert job.cancelled()
     gc.collect()
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_awaited_work_raises_at_who_awaits_it() -> None:
-    async def main() -> None:
-        with pytest.raises(Unexpected):
-            await start_awaited(failing(1, done)())  # type: ignore[arg-type]
-
-    in_virtual_time(main)
+@virtual
+async def test_awaited_work_raises_at_who_awaits_it() -> None:
+    with pytest.raises(Unexpected):
+        await start_awaited(failing(1, done)())  # type: ignore[arg-type]
 
 
 def test_a_callback_survives(name: str) -> None:
@@ -361,3 +350,117 @@ def test_a_log_handler_that_raises_ends_nothing(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(supervised._log, "error", refuse)
     survived(name, Unexpected())
     assert failures()[name] == 1
+
+
+_IMPORTS = """\
+import asyncio, socketserver, threading
+from asyncio import ensure_future
+from threading import Thread as Started, Timer
+from kvlink.runtime import supervised
+from kvlink.runtime.supervised import guarded, keep_running, start_awaited, start_job, start_loop, start_thread
+NAME = "by constant"
+"""
+
+
+def write(root: Path, body: str, name: str = "x", under: str = "kvlink") -> None:
+    folder = root / under
+    folder.mkdir(exist_ok=True)
+    lines = "\n    ".join(body.splitlines())
+    (folder / f"{name}.py").write_text(
+        f"{_IMPORTS}\nasync def function(loop, tg, pool, job, run, future):\n    {lines}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("asyncio.create_task(job)", "create_task"),
+        ("loop.create_task(job)", "create_task"),
+        ("start = asyncio.get_running_loop().create_task", "create_task"),
+        ("getattr(loop, 'create_task')(job)", "create_task"),
+        ("tg.create_task(job)", "create_task"),
+        ("async with asyncio.TaskGroup(): pass", "TaskGroup"),
+        ("asyncio.ensure_future(job)", "ensure_future"),
+        ("ensure_future(job)", "ensure_future"),
+        ("asyncio.run_coroutine_threadsafe(job, loop)", "run_coroutine_threadsafe"),
+        ("threading.Thread(target=run).start()", "Thread"),
+        ("Started(target=run).start()", "Thread"),
+        ("class X(threading.Thread): pass", "Thread"),
+        ("class X(socketserver.ThreadingMixIn): pass", "ThreadingMixIn"),
+        ("Timer(1, run).start()", "Timer"),
+        ("pool.submit(run)", "submit"),
+        ("loop.run_in_executor(None, run)", "run_in_executor"),
+        ("loop.add_reader(0, run)", "add_reader"),
+        ("loop.add_writer(0, run)", "add_writer"),
+        ("loop.call_soon(run)", "call_soon"),
+        ("loop.call_soon_threadsafe(run, guarded)", "call_soon_threadsafe"),
+        ("loop.call_later(1, run)", "call_later"),
+        ("loop.call_at(1, run)", "call_at"),
+        ("future.add_done_callback(run)", "add_done_callback"),
+        ("future.add_done_callback(lambda done: guarded('n', run)(done))", "add_done_callback"),
+    ],
+)
+def test_each_way_to_start_work_is_found(tmp_path: Path, body: str, kind: str) -> None:
+    write(tmp_path, body)
+    assert [(each.path, each.function, each.what) for each in findings(tmp_path)] == [
+        ("kvlink/x.py", "function", f"uses {kind}")
+    ]
+    assert main(tmp_path, ()) == 1
+    assert main(tmp_path, ("kvlink/x.py:function",)) == 0
+    assert main(tmp_path, ("kvlink/x.py",)) == 0
+    assert main(tmp_path, ("kvlink",)) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "start_loop('name', run)",
+        "supervised.start_job('name', job)",
+        "start_thread(NAME, run)",
+        "await start_awaited(job)",
+        "loop.add_reader(0, guarded('name', run))",
+        "loop.call_later(1, supervised.guarded('name', run))",
+        "future.add_done_callback(guarded('name', lambda done: run()))",
+        "future.add_done_callback(set().discard)",
+        "pool.submit(keep_running('name', run))",
+        "pool.submit(run).result()",
+        "await loop.run_in_executor(None, run)",
+        "pool.in_background(job, 'warning', name='name')",
+        "thread: threading.Thread | None = None",
+        "def inner(thread: threading.Thread) -> threading.Thread: return thread",
+    ],
+)
+def test_what_is_supervised_or_waited_for_is_fine(tmp_path: Path, body: str) -> None:
+    write(tmp_path, body)
+    assert findings(tmp_path) == []
+
+
+def test_a_name_is_written_at_the_start_and_belongs_to_one_folder(tmp_path: Path) -> None:
+    write(tmp_path, "start_loop(loop.name, run)")
+    assert [each.what for each in findings(tmp_path)] == ["starts a loop whose name is not written there"]
+    write(tmp_path, "start_loop('one', run)\nstart_job('one', job)")
+    assert findings(tmp_path) == []
+    write(tmp_path, "start_loop('one', run)", name="y")
+    assert findings(tmp_path) == []
+    write(tmp_path, "start_loop('one', run)", under="integrations")
+    assert [each.what for each in findings(tmp_path)] == [
+        "has a loop with the name of kvlink/x.py: one",
+    ]
+
+
+def test_what_is_allowed_in_vain_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "start_loop('one', run)")
+    assert main(tmp_path, ("kvlink/x.py:function",)) == 1
+    assert capsys.readouterr().out == "tests/supervision.py allows kvlink/x.py:function in vain\n"
+
+
+def test_the_names_of_loops_are_drawn_from_the_code(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "start_loop('one', run)\nstart_thread(NAME, run)\npool.on_loop('two', run)\nstart_awaited(job)",
+    )
+    assert [each.name for each in loops(tmp_path)] == ["one", "by constant", "two"]
+    write(tmp_path, "pass")
+    write(tmp_path, "from .x import NAME as ITS_NAME\nstart_loop(ITS_NAME, run)", name="y")
+    assert [each.name for each in loops(tmp_path)] == ["by constant"]
+    assert {"session", "prefix publisher", "readiness", "etcd watch"} <= {each.name for each in loops()}

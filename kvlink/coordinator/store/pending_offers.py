@@ -203,6 +203,7 @@ class PendingOffers(Generic[W]):
             offer = self._requests[request_id].ranks[rank]
             self.num_expired += 1
             self._drop(request_id, rank, refusals.expired(offer))
+        assert self.num_tickets >= 0
         return [self._give_up(waiter) for waiter in self.waiting.due(now)]
 
     def _serve(self, request: _Request, claim: Claim) -> list[bytes]:

@@ -1,20 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the operating system refuses: every call at construction fails once, each cause by its name.
+// Parts of base: calls of the system, invitations between processes, and marks of a process.
+
 #include "base/sys.h"
 
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <iterator>
+#include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/completion_queue.h"
 #include "base/host_identity.h"
+#include "base/invitations.h"
+#include "base/process_mark.h"
 #include "engine/engine.h"
 
 namespace kvlink {
@@ -267,6 +275,156 @@ TEST(SysTest, ATransportThatMayNotBeUsedLeavesTheOthers) {
 TEST(SysTest, HostsThatDoNotTellTheirBootAreNotOneHost) {
   EXPECT_FALSE(is_this_boot(""));
   EXPECT_EQ(is_this_boot(boot_id()), !boot_id().empty());
+}
+
+constexpr Invitations::Limits kLimits{
+    .secret_bytes = 24, .most_of_one = 64, .most = 256, .lifetime_ns = 1'000'000};
+
+TEST(Invitations, AdmitOnceWhoShowsTheSecret) {
+  Invitations invitations(kLimits);
+  const Invitation issued = invitations.issue(0, 5, 0);
+  EXPECT_EQ(issued.secret.size(), kLimits.secret_bytes);
+  for (size_t index = 0; index < issued.secret.size(); ++index) {
+    Invitation guessed = issued;
+    guessed.secret[index] ^= 1;
+    EXPECT_FALSE(invitations.redeem(guessed, 0));
+  }
+  EXPECT_FALSE(invitations.redeem({issued.id, ""}, 0));
+  EXPECT_EQ(invitations.redeem(issued, 0), 5U);
+  EXPECT_FALSE(invitations.redeem(issued, 0));
+}
+
+TEST(Invitations, ExpireAndAreWithdrawn) {
+  Invitations invitations(kLimits);
+  EXPECT_FALSE(invitations.redeem(invitations.issue(0, 1, 0), kLimits.lifetime_ns));
+  const Invitation issued = invitations.issue(0, 1, 0);
+  EXPECT_TRUE(invitations.withdraw(1));
+  EXPECT_FALSE(invitations.withdraw(1));
+  EXPECT_FALSE(invitations.redeem(issued, 0));
+}
+
+TEST(Invitations, AFloodLeavesThoseOfOthersAlone) {
+  Invitations invitations(kLimits);
+  const Invitation before = invitations.issue(7, 1, 0);
+  const Invitation flooders = invitations.issue(8, 2, 0);
+  for (size_t count = 0; count < 2 * kLimits.most; ++count) invitations.issue(8, 2, 0);
+  const Invitation after = invitations.issue(9, 3, 0);
+  EXPECT_EQ(invitations.redeem(before, 1), 1U);
+  EXPECT_EQ(invitations.redeem(after, 1), 3U);
+  EXPECT_FALSE(invitations.redeem(flooders, 1)) << "the oldest of the flood lapsed";
+}
+
+TEST(Invitations, AFloodByManyLeavesThoseOfOthersAlone) {
+  Invitations invitations(kLimits);
+  const Invitation before = invitations.issue(1, 1, 0);
+  for (uint64_t count = 0; count < 2 * kLimits.most; ++count) invitations.issue(100 + count % 50, 2, 0);
+  EXPECT_EQ(invitations.redeem(before, 1), 1U);
+}
+
+TEST(Invitations, OneThatFloodsGetsInAllTheSame) {
+  Invitations invitations(kLimits);
+  for (size_t count = 0; count < 2 * kLimits.most; ++count) invitations.issue(8, 2, 0);
+  const Invitation last = invitations.issue(8, 3, 0);
+  for (size_t count = 1; count < kLimits.most_of_one; ++count) invitations.issue(8, 4, 0);
+  EXPECT_EQ(invitations.redeem(last, 1), 3U);
+}
+
+TEST(Invitations, WhenAllPlacesAreTakenTheCallerThatHasMostGivesOneUp) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 3, .most = 4, .lifetime_ns = 10});
+  std::vector<Invitation> of_first;
+  for (int count = 0; count < 3; ++count) of_first.push_back(invitations.issue(1, 1, 0));
+  std::vector<Invitation> others{invitations.issue(2, 1, 0)};
+  others.push_back(invitations.issue(3, 1, 0));
+  others.push_back(invitations.issue(2, 1, 0));
+  for (const Invitation& other : others) EXPECT_TRUE(invitations.redeem(other, 0));
+  EXPECT_FALSE(invitations.redeem(of_first[0], 0));
+  EXPECT_FALSE(invitations.redeem(of_first[1], 0));
+  EXPECT_TRUE(invitations.redeem(of_first[2], 0));
+}
+
+TEST(Invitations, WhatIsRedeemedMakesRoom) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 2, .most = 3, .lifetime_ns = 10});
+  const Invitation first = invitations.issue(1, 1, 0), second = invitations.issue(1, 2, 0);
+  EXPECT_EQ(invitations.redeem(first, 0), 1U);
+  const Invitation third = invitations.issue(1, 3, 0);
+  const Invitation fourth = invitations.issue(1, 4, 0);
+  EXPECT_FALSE(invitations.redeem(second, 0));
+  EXPECT_EQ(invitations.redeem(third, 0), 3U);
+  invitations.clear();
+  EXPECT_FALSE(invitations.redeem(fourth, 0));
+}
+
+TEST(Invitations, TheOldestLapsesAfterALaterOneWasRedeemed) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 2, .most = 3, .lifetime_ns = 10});
+  const Invitation first = invitations.issue(1, 1, 0), second = invitations.issue(1, 2, 0);
+  EXPECT_EQ(invitations.redeem(second, 0), 2U);
+  const Invitation third = invitations.issue(1, 3, 0);
+  invitations.issue(1, 4, 0);
+  EXPECT_FALSE(invitations.redeem(first, 0));
+  EXPECT_EQ(invitations.redeem(third, 0), 3U);
+}
+
+TEST(Invitations, WithoutALifetimeTheyStay) {
+  Invitations invitations({.secret_bytes = 24, .most_of_one = 1, .most = 1, .lifetime_ns = INT64_MAX});
+  EXPECT_TRUE(invitations.redeem(invitations.issue(0, 1, 1000), INT64_MAX - 1));
+}
+
+/// Whether `holds` in a forked child.
+bool in_child(const std::function<bool()>& holds) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(holds() ? 0 : 1);
+  int status = 0;
+  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+struct Counted {
+  explicit Counted(int* deleted) : deleted(deleted) {}
+  ~Counted() { ++*deleted; }
+  const ProcessMark& process() const { return mark; }
+
+  int* deleted;
+  ProcessMark mark = {};
+};
+
+TEST(ProcessMarkTest, AChildInheritsWhatItsParentMadeAndOwnsWhatItMakes) {
+  const ProcessMark mark;
+  EXPECT_FALSE(mark.inherited());
+  EXPECT_TRUE(mark.check().ok());
+  EXPECT_TRUE(in_child([&] {
+    const ProcessMark own;
+    return mark.inherited() && !own.inherited() && mark.check().code() == Code::kConfig &&
+           in_child([&] { return mark.inherited() && own.inherited(); });
+  }));
+  EXPECT_FALSE(mark.inherited());
+}
+
+TEST(ProcessMarkTest, AChildLeavesWhatItInheritedAsItIs) {
+  int deleted = 0;
+  std::shared_ptr<Counted> object(new Counted(&deleted), DeleteOwn());
+  EXPECT_TRUE(in_child([&] {
+    object.reset();
+    std::shared_ptr<Counted>(new Counted(&deleted), DeleteOwn()).reset();
+    return deleted == 1;
+  }));
+  object.reset();
+  EXPECT_EQ(deleted, 1);
+}
+
+TEST(ProcessMarkTest, AChildDoesNotWaitForTheThreadsOfAnEngine) {
+  const auto memory = *HostMemory::allocate(4096, false);
+  EngineOptions options;
+  options.transports = {"tcp"};
+  auto made = Engine::make(options);
+  ASSERT_TRUE(made.ok());
+  ASSERT_TRUE((*made)->add_pool_region(memory->range()).ok());
+  ASSERT_TRUE((*made)->start().ok());
+  std::shared_ptr<Engine> engine(made->release(), DeleteOwn());
+  EXPECT_TRUE(in_child([&] {
+    engine->close();  // would join them
+    engine.reset();
+    return true;
+  }));
+  EXPECT_TRUE(engine->grant(1, 1, 0, 1'000'000'000).ok());
 }
 
 }  // namespace

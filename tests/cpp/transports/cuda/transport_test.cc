@@ -1,11 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads of the cuda transport over tests/fake_cuda, which is found in place of the driver.
+// The transport over CUDA: handles, fabric handles, visible devices and owners.
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <array>
+#include <cstdlib>
+#include <fstream>
 #include <thread>
 
+#include "bench/baselines.h"
 #include "cpp/transports/cuda/pair.h"
+#include "cpp/transports/cuda/remote_owner.h"
 #include "device/cuda_memory.h"
 #include "device/gather.h"
+#include "transports/cuda/fabric.h"
+#include "transports/cuda/protocol.h"
 
 namespace kvlink::testing {
 namespace {
@@ -259,6 +270,303 @@ TEST_F(Cuda, TakesBackWhatHasNotStarted) {
     EXPECT_TRUE(pair.reader.wait(2).ok());
   }
   EXPECT_TRUE(endpoint.cancel(99));
+}
+
+using CudaVisible = Cuda;
+
+/// A machine of two GPUs, of which this process sees the first, with a reader.
+struct TwoGpus {
+  /// Connects a reader here to an owner whose process sees only the second GPU.
+  Status connect(Kind kind) {
+    owner = std::make_unique<RemoteGpuOwner>(kind, [] { ::setenv("CUDA_VISIBLE_DEVICES", "1", 1); });
+    return reader.connect(owner->card, [&](const std::string& hello) { return owner->accept(hello); });
+  }
+
+  const Variable gpus{"FAKE_CUDA_GPUS", "2"};
+  const Variable visible{"CUDA_VISIBLE_DEVICES", "0"};
+  std::unique_ptr<RemoteGpuOwner> owner = nullptr;
+  GpuReader reader{};
+};
+
+bool mentions(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+TEST_F(CudaVisible, ReadsMallocedMemoryOfAHiddenGpu) {
+  TwoGpus machine;
+  GpuOwner same(Kind::kMalloc);  // has the same bytes
+  const Status status = machine.connect(Kind::kMalloc);
+  ASSERT_TRUE(status.ok()) << status.what();
+  const Blocks blocks(machine.reader, 4096, 1000);
+  from_fake_cuda<int()>("fake_cuda_most_blocks")();
+  ASSERT_TRUE(machine.reader.read(blocks.scatter).ok());
+  EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_most_blocks")(), 128) << "what NVLink needs";
+  blocks.expect_landed(same, machine.reader);
+}
+
+TEST_F(CudaVisible, SaysWhatToChangeForAllocationsOfAHiddenGpu) {
+  TwoGpus machine;
+  const Status status = machine.connect(Kind::kKvlink);
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_TRUE(mentions(status.what(), "CUDA_ERROR_INVALID_DEVICE")) << status.what();
+  EXPECT_TRUE(mentions(status.fix(), "CUDA_VISIBLE_DEVICES")) << status.fix();
+  EXPECT_TRUE(mentions(status.fix(), "cudaMalloc")) << status.fix();
+}
+
+TEST_F(CudaVisible, ReadsAllocationsOnceBothGpusAreVisible) {
+  TwoGpus machine;
+  const Variable both("CUDA_VISIBLE_DEVICES", "0,1");
+  const Status status = machine.connect(Kind::kKvlink);
+  ASSERT_TRUE(status.ok()) << status.what();
+  const Blocks blocks(machine.reader, 4096, 1000);
+  EXPECT_TRUE(machine.reader.read(blocks.scatter).ok());
+}
+
+/// As the instances of a GPU in MIG mode, each with an id of its own.
+TEST_F(CudaVisible, SaysWhyTheDriverRefusesAHiddenGpu) {
+  TwoGpus machine;
+  const Variable no_peers("FAKE_CUDA_NO_PEERS", "1");
+  const Status status = machine.connect(Kind::kMalloc);
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_TRUE(mentions(status.what(), "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")) << status.what();
+  EXPECT_TRUE(mentions(status.fix(), "MIG")) << status.fix();
+  EXPECT_FALSE(mentions(status.fix(), "cudaMalloc")) << "it is";
+}
+
+TEST_F(CudaVisible, NamesTwoVisibleGpusThatDoNotReachEachOther) {
+  TwoGpus machine;
+  const Variable both("CUDA_VISIBLE_DEVICES", "0,1"), no_peers("FAKE_CUDA_NO_PEERS", "1");
+  for (const Kind kind : {Kind::kMalloc, Kind::kKvlink}) {
+    const Status status = machine.connect(kind);
+    EXPECT_TRUE(mentions(status.what(), "GPU 0 does not reach GPU 1")) << status.what();
+  }
+}
+
+using CudaFabric = Cuda;
+
+const char* const kVariable = "FAKE_CUDA_FABRIC";
+
+/// Returns the types of handles that the allocation at `base` was made for.
+int types_of(const std::byte* base) {
+  const auto device = *cuda::Device::at(0);
+  cuda::Allocation allocation = 0;
+  cuda::AllocationProperties made{};
+  EXPECT_EQ(device->api.allocation_retain(&allocation, const_cast<std::byte*>(base)), 0);
+  EXPECT_EQ(device->api.allocation_properties(&made, allocation), 0);
+  device->api.allocation_release(allocation);
+  return made.handle_types;
+}
+
+CudaKey::Kind kind_of(const std::string& key) { return CudaKey::parse(key)->kind; }
+
+TEST_F(CudaFabric, ReadsMemoryThatTheFabricAloneShares) {
+  const Variable fabric(kVariable, "1");
+  GpuOwner same;  // has the same bytes
+  RemoteGpuOwner owner(Kind::kFabric);
+  EXPECT_EQ(kind_of(owner.card.pool_key), CudaKey::Kind::kFabric);
+  GpuReader reader;
+  const auto accept = [&](const std::string& hello) { return owner.accept(hello); };
+  const Status status = reader.connect(owner.card, accept);
+  ASSERT_TRUE(status.ok()) << status.what();
+  const Blocks blocks(reader, 4096, 1500);
+  ASSERT_TRUE(reader.read(blocks.scatter).ok());
+  blocks.expect_landed(same, reader);
+}
+
+TEST_F(CudaFabric, ReadsItInTheOwnersProcessToo) {
+  const Variable fabric(kVariable, "1");
+  GpuPair pair(Kind::kFabric);
+  const Blocks blocks(pair.reader, 4096, 1500);
+  ASSERT_TRUE(pair.reader.read(blocks.scatter).ok());
+  blocks.expect_landed(pair.owner, pair.reader);
+}
+
+TEST_F(CudaFabric, PoolsAskForBothAndGoWithoutTheFabric) {
+  for (const auto& [value, types] : {std::pair<const char*, int>{nullptr, cuda::kPosixFd},
+                                     {"no-imex", cuda::kPosixFd},
+                                     {"1", cuda::kPosixFd | cuda::kFabric}}) {
+    const Variable fabric(kVariable, value);
+    GpuPair pair;
+    EXPECT_EQ(types_of(pair.owner.pool.range().base), types) << (value ? value : "no fabric");
+    EXPECT_EQ(kind_of(pair.owner.pool_region->remote_key()), CudaKey::Kind::kAllocations)
+        << "readers on this host need no IMEX";
+    const Blocks blocks(pair.reader, 4096, 100);
+    EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
+  }
+}
+
+TEST_F(CudaFabric, SaysThatThereIsNoChannel) {
+  const Variable fabric(kVariable, "1");
+  RemoteGpuOwner owner(Kind::kFabric);
+  const GpuPool pool(Kind::kFabric);
+  GpuReader reader;
+  const Variable no_channel(kVariable, "no-imex");
+  const auto accept = [&](const std::string& hello) { return owner.accept(hello); };
+  const Status read = reader.connect(owner.card, accept);
+  const auto transport = *make_transport("cuda", {});
+  const Status shared = transport->register_memory(pool.range(), Access::kRead).status();
+  for (const Status& status : {read, shared}) {
+    EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+    EXPECT_NE(status.what().find("no IMEX channel: cuMem"), std::string::npos) << status.what();
+    EXPECT_NE(status.what().find("CUDA_ERROR_NOT_PERMITTED"), std::string::npos) << status.what();
+    EXPECT_NE(status.fix().find("nvidia-imex"), std::string::npos) << status.fix();
+  }
+}
+
+TEST_F(CudaFabric, TakesNoHandleThatIsNone) {
+  const Variable fabric(kVariable, "1");
+  const cuda::Api& api = **cuda::api();
+  const UniqueFd memfd(::memfd_create("short", MFD_CLOEXEC));
+  EXPECT_EQ(import_fabric(api, memfd.get()).status().code(), Code::kAccessDenied);
+  ASSERT_EQ(::ftruncate(memfd.get(), 63), 0);
+  EXPECT_EQ(import_fabric(api, memfd.get()).status().code(), Code::kAccessDenied);
+  ASSERT_EQ(::ftruncate(memfd.get(), 64), 0);
+  EXPECT_EQ(import_fabric(api, memfd.get()).status().code(), Code::kTransportUnavailable);
+}
+
+TEST_F(Cuda, ReadsAnotherProcessUntilThatEnds) {
+  GpuOwner same;  // has the same bytes
+  for (const Kind kind : {Kind::kKvlink, Kind::kMalloc}) {
+    RemoteGpuOwner owner(kind);
+    GpuReader reader;
+    const Status status =
+        reader.connect(owner.card, [&](const std::string& hello) { return owner.accept(hello); });
+    ASSERT_TRUE(status.ok()) << status.what();
+    const Blocks blocks(reader, 4096, 1000);
+    ASSERT_TRUE(reader.read(blocks.scatter).ok());
+    blocks.expect_landed(same, reader);
+    owner.kill();
+    EXPECT_EQ(reader.wait(UINT64_MAX).code(), Code::kPeerUnreachable);
+    EXPECT_EQ(reader.read(blocks.scatter).code(), Code::kPeerUnreachable);
+  }
+}
+
+/// The stand-in ends this process if it touches memory that its owner has freed.
+TEST_F(Cuda, TouchesNothingThatItsOwnerFreedAfterClosing) {
+  RemoteGpuOwner owner(Kind::kMalloc);
+  GpuReader reader;
+  const auto accept = [&](const std::string& hello) { return owner.accept(hello); };
+  ASSERT_TRUE(reader.connect(owner.card, accept).ok());
+  const Blocks blocks(reader, 4096, 1000);
+  ASSERT_TRUE(reader.read(blocks.scatter).ok());
+  owner.close();
+  ASSERT_TRUE(reader.endpoint->post_read(1, blocks.scatter.chunk()).ok());
+  std::vector<Completion> ended;
+  constexpr int64_t kNotYetDue = 0;  // the next look at the owner, which is taken every 2 ms
+  EXPECT_EQ(reader.endpoint->poll(kNotYetDue, false, ended).status.code(), Code::kPeerUnreachable);
+}
+
+/// As containers of one pod: they share the network, and have their own processes.
+TEST_F(Cuda, SaysThatMallocedMemoryNeedsOnePidNamespace) {
+  if (::geteuid() != 0) GTEST_SKIP() << "needs root to make a pid namespace: run as root";
+  const auto enter = [] {
+    if (::unshare(CLONE_NEWPID) != 0) ::_exit(1);
+    if (const pid_t inside = ::fork(); inside != 0) ::_exit(::waitpid(inside, nullptr, 0) > 0 ? 0 : 1);
+  };
+  for (const Kind kind : {Kind::kMalloc, Kind::kKvlink}) {
+    RemoteGpuOwner owner(kind, enter);
+    GpuReader reader;
+    const auto accept = [&](const std::string& hello) { return owner.accept(hello); };
+    const Status status = reader.connect(owner.card, accept);
+    if (kind == Kind::kKvlink) {
+      EXPECT_TRUE(status.ok()) << status.what();
+      continue;
+    }
+    EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+    EXPECT_NE(status.what().find("in another pid namespace"), std::string::npos) << status.what();
+    EXPECT_NE(status.fix().find("shareProcessNamespace"), std::string::npos) << status.fix();
+  }
+}
+
+TEST_F(Cuda, MapsPoolsForReadingAloneWhereTheGpuCan) {
+  const auto writable = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) {
+      count += line.find("fake-cuda") != std::string::npos && line.find(" rw-s ") != std::string::npos;
+    }
+    return count;
+  };
+  int before = 0;
+  {
+    GpuPair pair;
+    before = writable();
+  }
+  for (const char* error : {"801", "1"}) {  // CUDA_ERROR_NOT_SUPPORTED, and what other drivers may say
+    const Variable refused("FAKE_CUDA_NO_READ_ONLY", error);
+    GpuPair pair;
+    EXPECT_EQ(writable(), before + 1);
+    const Blocks blocks(pair.reader, 4096, 10);
+    EXPECT_TRUE(pair.reader.read(blocks.scatter).ok());
+  }
+}
+
+TEST_F(Cuda, RefusesMemoryThatCudaDoesNotShare) {
+  auto transport = make_transport("cuda", {});
+  auto host = allocate(kPoolBytes);
+  EXPECT_EQ((*transport)->register_memory(host->range(), Access::kRead).status().code(),
+            Code::kTransportUnavailable);
+  std::vector<std::byte> unknown(4096);
+  auto* const on_gpu = reinterpret_cast<std::byte*>(reinterpret_cast<uint64_t>(unknown.data()) | kGpuBit);
+  const Status status =
+      (*transport)->register_memory({.base = on_gpu, .bytes = 4096, .device = true}, Access::kRead).status();
+  EXPECT_EQ(status.code(), Code::kTransportUnavailable);
+  EXPECT_NE(status.fix().find("gpu="), std::string::npos);
+}
+
+TEST_F(Cuda, ExportsAPieceOfAnAllocation) {
+  GpuPair pair;
+  MemoryRange piece = pair.owner.pool.range();
+  piece.base += 12'345;
+  piece.bytes = 70'000;
+  auto region = pair.owner.transport->register_memory(piece, Access::kRead);
+  ASSERT_TRUE(region.ok()) << region.status().what();
+  GpuReader reader;
+  ASSERT_TRUE(
+      reader.connect(pair.owner.card(), [&](const std::string& hello) { return pair.accept(hello); }).ok());
+  auto index = reader.endpoint->import_region((*region)->remote_key());
+  ASSERT_TRUE(index.ok()) << index.status().what();
+  Scatter scatter;
+  scatter.add(*index, 5, {{reader.at(3), 69'995, 0}});
+  ASSERT_TRUE(reader.read(scatter).ok());
+  EXPECT_EQ(std::memcmp(reader.pool.bytes() + 3, behind(piece.base) + 5, 69'995), 0);
+  scatter.add(*index, 5, {{reader.at(3), 69'996, 0}});
+  EXPECT_EQ(reader.read(scatter).code(), Code::kAccessDenied);
+}
+
+TEST_F(Cuda, FloorsCopyByTheDriverAlone) {
+  GpuPool from, to;
+  from.fill(3);
+  const auto at = [](const GpuPool& pool, uint64_t offset) {
+    return cuda::address_of(pool.range().base + offset);
+  };
+  const std::array<BaselinePiece, 2> pieces{
+      {{at(from, 0), at(to, 4096), 4096}, {at(from, 8192), at(to, 0), 100}}};
+  const Result<int64_t> took = baseline_cuda_copies(pieces);
+  ASSERT_TRUE(took.ok()) << took.status().what();
+  EXPECT_GT(*took, 0);
+  EXPECT_EQ(std::memcmp(to.bytes() + 4096, from.bytes(), 4096), 0);
+  EXPECT_EQ(std::memcmp(to.bytes(), from.bytes() + 8192, 100), 0);
+  EXPECT_EQ(baseline_cuda_copies({}).status().code(), Code::kConfig);
+}
+
+TEST_F(Cuda, ReadsNoKeyThatNoOwnerWrote) {
+  GpuOwner owner;
+  const std::string key = owner.pool_region->remote_key();
+  ASSERT_TRUE(CudaKey::parse(key).ok());
+  EXPECT_EQ(CudaKey::parse(key)->blob(), key);
+  for (size_t size = 0; size < key.size(); ++size) EXPECT_FALSE(CudaKey::parse(key.substr(0, size)).ok());
+  std::mt19937_64 random(5);
+  int whole = 0;
+  for (int turn = 0; turn < 20'000; ++turn) {
+    std::string changed = key;
+    for (int flips = 0; flips < 3; ++flips)
+      changed[random() % changed.size()] ^= static_cast<char>(1 << random() % 8);
+    const Result<CudaKey> parsed = CudaKey::parse(changed);
+    if (!parsed.ok()) continue;
+    ++whole;
+    const bool whole_parts = (*parsed).offset + (*parsed).bytes <= (*parsed).span();
+    EXPECT_TRUE((*parsed).kind == CudaKey::Kind::kIpc || whole_parts);
+  }
+  EXPECT_GT(whole, 0);
 }
 
 }  // namespace

@@ -135,6 +135,12 @@ class MadeUpMachine {
   }
 
   void fill_api() {
+    fill_devices();
+    fill_queues();
+    fill_registrations();
+  }
+
+  void fill_devices() {
     api.get_device_list = [](int* count) -> ibv_device** {
       machine->listed_.clear();
       for (ibv_device& device : machine->devices_) machine->listed_.push_back(&device);
@@ -195,6 +201,9 @@ class MadeUpMachine {
       *key = htobe16(at(context).pkeys[static_cast<size_t>(index)]);
       return 0;
     };
+  }
+
+  void fill_queues() {
     make_up_channels(api);
     api.create_cq = [](ibv_context*, int, void*, ibv_comp_channel*, int vector) {
       machine->vectors.push_back(vector);
@@ -210,21 +219,6 @@ class MadeUpMachine {
       qp->context = pd->context;
       qp->qp_num = 17;
       return qp;
-    };
-    static const Mlx5Api mlx5{
-        [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights, int access) -> ibv_mr* {
-          EXPECT_EQ(access, kDataDirect);
-          if (machine->refuses_direct) return nullptr;
-          return attach(fd, true, rights);
-        },
-        [](ibv_context*, char*, size_t) { return machine->reaches_directly ? 0 : ENODEV; }};
-    api.mlx5 = &mlx5;
-    api.reg_dmabuf_mr = [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights) {
-      return attach(fd, false, rights);
-    };
-    api.dereg_mr = [](ibv_mr* mr) {
-      delete mr;
-      return 0;
     };
     api.query_ece = [](ibv_qp* qp, ibv_ece* ece) {
       if (machine->ece_known == 0) return EOPNOTSUPP;
@@ -251,6 +245,24 @@ class MadeUpMachine {
     api.get_async_event = [](ibv_context*, ibv_async_event*) { return -1; };
     api.event_type_str = [](ibv_event_type) { return "an event"; };
     api.wc_status_str = [](ibv_wc_status) { return "a status"; };
+  }
+
+  void fill_registrations() {
+    static const Mlx5Api mlx5{
+        [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights, int access) -> ibv_mr* {
+          EXPECT_EQ(access, kDataDirect);
+          if (machine->refuses_direct) return nullptr;
+          return attach(fd, true, rights);
+        },
+        [](ibv_context*, char*, size_t) { return machine->reaches_directly ? 0 : ENODEV; }};
+    api.mlx5 = &mlx5;
+    api.reg_dmabuf_mr = [](ibv_pd*, uint64_t, size_t, uint64_t, int fd, int rights) {
+      return attach(fd, false, rights);
+    };
+    api.dereg_mr = [](ibv_mr* mr) {
+      delete mr;
+      return 0;
+    };
   }
 
   const std::filesystem::path root_ =
