@@ -77,7 +77,7 @@ def settle(core: Any, rounds: int) -> None:
     engine.start()
     for lease in range(1, rounds + 1):
         [(slot, _, settle_nonce)] = engine.grant(lease, 1, 0, _TTL_S)
-        engine.settle_own(slot, settle_nonce)
+        engine.settle_local(slot, settle_nonce)
         [_] = engine.take_ended()
     engine.close()
 

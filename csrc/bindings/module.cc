@@ -125,16 +125,16 @@ void register_engine(py::module_& m) {
           py::arg("pcie_dmabuf_fds") = std::vector<int>{}, py::keep_alive<1, 4>())
       .def("disable", &Engine::disable, py::arg("transport"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
-      .def("bounce", &Engine::bounce, py::arg("transport"), py::arg("why"))
+      .def("force_bounce", &Engine::force_bounce, py::arg("transport"), py::arg("why"))
       .def(
-          "stage",
+          "set_staging",
           [](Engine& self, const CudaMemory& memory, bool always, std::vector<int> dmabufs, uint64_t offset,
              std::vector<int> pcie_dmabufs) {
             MemoryRange range = memory.range();
             range.dmabuf_fds = std::move(dmabufs);
             range.pcie_dmabuf_fds = std::move(pcie_dmabufs);
             range.dmabuf_offset = offset;
-            self.stage({range, always});
+            self.set_staging({range, always});
           },
           py::arg("memory"), py::arg("always"), py::arg("dmabuf_fds"), py::arg("dmabuf_offset"),
           py::arg("pcie_dmabuf_fds"), py::keep_alive<1, 2>())
@@ -250,7 +250,7 @@ void register_engine(py::module_& m) {
           py::arg("slot"), py::arg("settle_nonce"))
       .def("abort", of_leases(static_cast<bool (LeaseTable::*)(uint64_t)>(&LeaseTable::abort)),
            py::arg("lease"))
-      .def("settle_own", of_leases(&LeaseTable::settle), py::arg("slot"), py::arg("settle_nonce"))
+      .def("settle_local", of_leases(&LeaseTable::settle), py::arg("slot"), py::arg("settle_nonce"))
       .def("take_ended",
            [](Engine& self) {
              check(self.process().check());

@@ -189,7 +189,7 @@ PreparedPlan prepare(const std::shared_ptr<Connection>& self, const PyPlanner& p
 /// 0, is aborted if it fails.
 std::shared_ptr<Pull> waiting_pull(Engine& engine, double timeout_s, uint32_t num_sources, uint64_t lease) {
   check(engine.process().check());
-  Relaying relaying;
+  RelayContext relaying;
   if (num_sources > 0) {
     LeaseTable* const leases = &engine.leases();  // the caller keeps the engine
     relaying = {num_sources, [=] { lease != 0 && leases->abort(lease); }};

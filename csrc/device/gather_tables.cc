@@ -45,7 +45,7 @@ CudaTables::Held CudaTables::take() {
   return {table, {this}};
 }
 
-void CudaTables::give_back(Table* table) {
+void CudaTables::release(Table* table) {
   std::lock_guard lock(mutex_);
   free_.push_back(table);
 }

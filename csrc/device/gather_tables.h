@@ -51,7 +51,7 @@ class CudaTables {
   };
   struct Return {
     CudaTables* tables;
-    void operator()(Table* table) const { tables->give_back(table); }
+    void operator()(Table* table) const { tables->release(table); }
   };
   /// Keep it until what it lists has been copied.
   using Held = std::unique_ptr<Table, Return>;
@@ -63,7 +63,7 @@ class CudaTables {
   CudaTables(std::shared_ptr<const cuda::Device> device, uint32_t pieces_each)
       : device_(std::move(device)), pieces_each_(pieces_each) {}
   Status allocate(uint32_t num_tables);
-  void give_back(Table* table);
+  void release(Table* table);
 
   const std::shared_ptr<const cuda::Device> device_;
   const uint32_t pieces_each_;

@@ -54,7 +54,7 @@ struct Connection::Probe {
 
   void poll(uint64_t epoch, const ScratchPool& scratch);
   void read_large(const ScratchPool& scratch);
-  Status judge(uint64_t epoch) const;
+  Status check_header(uint64_t epoch) const;
 };
 
 void Connection::Probe::poll(uint64_t epoch, const ScratchPool& scratch) {
@@ -64,7 +64,7 @@ void Connection::Probe::poll(uint64_t epoch, const ScratchPool& scratch) {
   pending = false;
   status = !result.status.ok() ? result.status : ended.front().status;
   if (large) return;
-  if (status.ok()) status = judge(epoch);
+  if (status.ok()) status = check_header(epoch);
   if (status.ok() && lane->endpoint().traits().nic_driven && scratch.sink()) read_large(scratch);
 }
 
@@ -77,7 +77,7 @@ void Connection::Probe::read_large(const ScratchPool& scratch) {
   large = pending = status.ok();
 }
 
-Status Connection::Probe::judge(uint64_t epoch) const {
+Status Connection::Probe::check_header(uint64_t epoch) const {
   if (words[0] != LeaseTableHeader::kMagic) {
     return Status::Unreachable("another process answers at the owner's address");
   }

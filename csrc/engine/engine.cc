@@ -401,7 +401,7 @@ void Engine::serve() {
 
 // Pools in device memory: which transports stage their reads.
 
-void Engine::bounce(const std::string& transport, const std::string& why) {
+void Engine::force_bounce(const std::string& transport, const std::string& why) {
   if (TransportState* const state = find(transport)) state->bounce_why = why;
 }
 
@@ -520,7 +520,7 @@ void Engine::sweep() {
     if (owner_sleep_.asleep()) wake_owner();  // another thread has swept the last lease away
   }
   std::lock_guard lock(mutex_);
-  tell(ended_watchers_, swept.ended.front().lease);
+  notify(ended_watchers_, swept.ended.front().lease);
   std::move(swept.ended.begin(), swept.ended.end(), std::back_inserter(ended_));
 }
 
@@ -536,7 +536,7 @@ void Engine::cut_off_readers(const Swept& swept) {
 }
 
 /// Forgets watchers that are gone. REQUIRES mutex_.
-void Engine::tell(Watchers& watchers, uint64_t token) {
+void Engine::notify(Watchers& watchers, uint64_t token) {
   std::erase_if(watchers, [token](const auto& known) {
     const std::shared_ptr<CompletionQueue> queue = known.lock();
     if (queue) queue->push(token);
@@ -594,7 +594,7 @@ void Engine::check_ports(TransportState& state) {
     if (std::any_of(ports.begin(), ports.end(), std::mem_fn(&PortState::held))) connections = connections_;
     if (ports != state.ports) {
       state.ports = std::move(ports);
-      tell(port_watchers_, 0);
+      notify(port_watchers_, 0);
     }
   }
   for (const auto& known : connections) {

@@ -70,10 +70,10 @@ class Engine {
   void disable(const std::string& transport, const std::string& why);
   /// To be called before start(). Keeps a transport that reaches devices from this pool: its reads are staged
   /// in host memory, and peers are given `why` they cannot read from it.
-  void bounce(const std::string& transport, const std::string& why);
+  void force_bounce(const std::string& transport, const std::string& why);
   /// To be called before start(). Gives transports that reach the pool's device another way into it, through
   /// `options.memory`, which the caller keeps until close().
-  void stage(const StagingOptions& options) { staging_ = options; }
+  void set_staging(const StagingOptions& options) { staging_ = options; }
   /// After start(): why some transports do not have it; empty if all have it or it was not requested.
   const std::string& staging_refused() const { return staging_refused_; }
   /// Exports `range` to peers and makes it a destination of reads. The caller keeps the memory until close().
@@ -174,7 +174,7 @@ class Engine {
   void sweep();
   void cut_off_readers(const Swept& swept);
   void enforce_guards();
-  static void tell(Watchers& watchers, uint64_t token);
+  static void notify(Watchers& watchers, uint64_t token);
   void wake_owner();
   void close_descriptors();
 

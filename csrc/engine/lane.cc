@@ -62,7 +62,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
 
 void Lane::wake_driver() {
   if (!idle()) return driver_->wake();
-  if (unsent()) driver_->wake_from_doze();
+  if (has_unflushed_writes()) driver_->wake_from_doze();
 }
 
 Lane::Driven Lane::drive() {
@@ -97,7 +97,7 @@ bool Lane::run_inline(const std::shared_ptr<Transfer>& transfer, int64_t budget_
     }
   }
   take_inbox();
-  drop_stopped(now_ns());
+  advance_deadlines(now_ns());
   return true;
 }
 
@@ -140,7 +140,7 @@ Lane::Driven Lane::drive_round(int64_t now, bool send_settles) {
     return {};
   }
   Driven driven;
-  drop_stopped(now);
+  advance_deadlines(now);
   if (!broken()) driven.progressed = post_steps(now);
   const bool checks = now >= next_check_ns_ && !queue_.empty();
   if (!broken() && (checks || num_awaited_ > 0 || (send_settles && num_posted_ > 0))) {
@@ -184,7 +184,7 @@ void Lane::await_bytes(int64_t waited_ns, int64_t left_ns) {
 
 /// Removes transfers that ended or must end from the queue. A lane that stays silent during one of them
 /// breaks.
-void Lane::drop_stopped(int64_t now) {
+void Lane::advance_deadlines(int64_t now) {
   // This comes first: a caller that learns of a timeout and retries at once must find the lane broken.
   if (is_silent(now) && !poll_before_timeout(now)) {
     give_up(
@@ -313,7 +313,7 @@ Status Lane::announce(Transfer& transfer) {
 /// other pulls of this connection. Each lane that announced it withdraws, behind its announcement.
 void Lane::withdraw(Transfer& transfer) {
   if (!readers_ || !transfer.announced_by(index_)) return;
-  const bool last = readers_->end(transfer.seat().nonce, [&transfer] { return transfer.end_announcing(); });
+  const bool last = readers_->end(transfer.seat().nonce, [&transfer] { return transfer.try_withdraw(); });
   if (!last || transfer.state() == TransferState::kSettled || broken()) return;
   const Status posted =
       post_word(reader_offset(transfer.seat().slot), readers_->withdrawal(transfer.seat().nonce));
@@ -414,7 +414,7 @@ void Lane::break_down(const Status& why, int64_t now) {
   take_inbox();
   for (const auto& transfer : std::exchange(queue_, {})) {
     pending_.fetch_sub(1, std::memory_order_acq_rel);
-    if (!transfer->done()) transfer->leave(why_broken_, now);
+    if (!transfer->done()) transfer->detach_broken(why_broken_, now);
     if (transfer->done()) withdraw(*transfer);
   }
 }

@@ -113,7 +113,7 @@ class Lane {
   Driven drive();
   /// Returns whether there are posts that no transfer waits for, mostly settles. They leave with the next
   /// pull's request, or at the next drive().
-  bool unsent() const {
+  bool has_unflushed_writes() const {
     return unsent_.load(std::memory_order_acquire) || has_words_.load(std::memory_order_acquire);
   }
   /// Drives until the transfer ended, the lane broke or `budget_ns` passed; 0 means one round. Returns false
@@ -173,7 +173,7 @@ class Lane {
   template <typename Work>
   void guarded(int64_t now, Work work);
   void take_inbox();
-  void drop_stopped(int64_t now);
+  void advance_deadlines(int64_t now);
   void cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now);
   bool post_steps(int64_t now);
   Status post(const std::shared_ptr<Transfer>& transfer, const Step& step, uint64_t token);

@@ -89,14 +89,14 @@ void ProgressThread::run() {
       // A descriptor of a lane that this thread does not drive is readable only if the owner hung up.
       const short events = lane->traits().cpu_copies ? POLLIN : POLLRDHUP;
       watched.push_back({lane->broken() ? -1 : lane->traits().wake_fd, events, 0});
-      if (lane->idle() && !lane->unsent()) continue;
+      if (lane->idle() && !lane->has_unflushed_writes()) continue;
       Lane::Driven driven;
       try {
         driven = lane->drive();
       } catch (const BrokenContract&) {  // also of a transfer that its broken lane gives back: the next round
         driven.active = driven.progressed = true;  // goes on with the others
       }
-      if (lane->unsent()) last_unsent = now_ns();
+      if (lane->has_unflushed_writes()) last_unsent = now_ns();
       held |= driven.held;
       if (driven.held) continue;
       if (driven.active) watched.back().events = POLLIN;
@@ -133,7 +133,7 @@ void ProgressThread::run() {
 Lane::Rest ProgressThread::arm_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   Lane::Rest rest = Lane::Rest::kLong;
   for (const auto& lane : lanes) {
-    if ((lane->idle() && !lane->unsent()) || lane->traits().cpu_copies) continue;
+    if ((lane->idle() && !lane->has_unflushed_writes()) || lane->traits().cpu_copies) continue;
     rest = std::min(rest, lane->arm());
     if (rest == Lane::Rest::kNone) break;
   }

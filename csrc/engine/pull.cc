@@ -29,7 +29,7 @@ bool may_work_again(Code code, bool elsewhere) {
 
 }  // namespace
 
-Pull::Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, Relaying relaying)
+Pull::Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, RelayContext relaying)
     : deadline_ns_(deadline_ns),
       control_(std::move(control)),
       relaying_(std::move(relaying)),
@@ -39,19 +39,19 @@ Pull::Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, Relayi
       until_ns_(deadline_ns) {}
 
 std::shared_ptr<Pull> Pull::waiting(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control,
-                                    Relaying relaying) {
+                                    RelayContext relaying) {
   return std::make_shared<Pull>(deadline_ns, std::move(control), std::move(relaying));
 }
 
 std::shared_ptr<Pull> Pull::empty() {
-  auto pull = std::make_shared<Pull>(0, nullptr, Relaying{});
+  auto pull = std::make_shared<Pull>(0, nullptr, RelayContext{});
   pull->state_.store(PullState::kValid, std::memory_order_relaxed);
   return pull;
 }
 
 std::shared_ptr<Pull> Pull::started(std::shared_ptr<Transfer> only,
                                     std::shared_ptr<CompletionQueue> control) {
-  auto pull = std::make_shared<Pull>(only->deadline_ns(), std::move(control), Relaying{});
+  auto pull = std::make_shared<Pull>(only->deadline_ns(), std::move(control), RelayContext{});
   const TransferState state = only->state();
   const bool told = state == TransferState::kSettled || !only->seat().settles();
   pull->num_parts_ = 1;
@@ -68,8 +68,8 @@ std::shared_ptr<Pull> Pull::started(std::shared_ptr<Transfer> only,
 }
 
 void Pull::begin() {
+  KVLINK_CHECK(control_ != nullptr);
   std::lock_guard lock(mutex_);
-  KVLINK_CHECK(actions_.empty() || control_ != nullptr);
   if (!actions_.empty()) {
     control_->push(token());
   } else if (state() == PullState::kWaiting && attempt_ == 0) {

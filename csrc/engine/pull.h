@@ -48,7 +48,7 @@ struct PullAction {
 using StartReads = std::function<std::shared_ptr<Transfer>(int64_t deadline_ns)>;
 
 /// Makes a pull a relay, whose blocks are offered on while it runs.
-struct Relaying {
+struct RelayContext {
   uint32_t num_sources = 1;  // that it may read from, one after the other
   /// Called before anybody can see that the pull has failed, and so before its blocks are written again, with
   /// the locks of the pull and its transfer held. It must not block, and must not call the pull.
@@ -62,13 +62,13 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
  public:
   /// Returns a pull that waits for its owners. begin() comes next.
   static std::shared_ptr<Pull> waiting(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control,
-                                       Relaying relaying = {});
+                                       RelayContext relaying = {});
   /// Returns a pull of one part, which the caller has started already. Without `control` it has one attempt.
   static std::shared_ptr<Pull> started(std::shared_ptr<Transfer> only,
                                        std::shared_ptr<CompletionQueue> control);
   /// Returns a pull that reads nothing and has ended.
   static std::shared_ptr<Pull> empty();
-  Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, Relaying relaying);
+  Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, RelayContext relaying);
 
   // Any thread. A forked child may only look at pulls that had ended before.
   Status check_process() const { return done() ? Status{} : process_.check(); }
@@ -151,7 +151,7 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   const ProcessMark process_;
   const int64_t deadline_ns_;
   const std::shared_ptr<CompletionQueue> control_;
-  const Relaying relaying_;
+  const RelayContext relaying_;
   const uint32_t num_attempts_;
   std::vector<uint32_t> blocks_;  // constant once other threads have the pull
 

@@ -20,7 +20,7 @@ constexpr uint32_t kPeekBytes = 2 * sizeof(uint64_t);  // nonce and ready
 
 /// Returns whether no lease can have this seat. Such a slot, or a value of slots without a lease, would
 /// validate anything.
-bool is_made_up(const LeaseSeat& seat) {
+bool is_forged(const LeaseSeat& seat) {
   return seat.slot == 0 || seat.nonce < kSmallestNonce ||
          (seat.settle_nonce != 0 && !seat.is_shared() && seat.settle_nonce < kSmallestNonce);
 }
@@ -54,7 +54,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
       path_stats_(std::move(path_stats)),
       phase_started_ns_(now) {
   stats_.soft = seat_.is_shared();
-  if (is_made_up(seat_)) {
+  if (is_forged(seat_)) {
     refuse(Status::Config("the ticket is forged: no lease has this slot and nonce"), now);
     return;
   }
@@ -164,7 +164,7 @@ void Transfer::detach(const Status& why, int64_t now) {
   finish_if_stopped(now);
 }
 
-void Transfer::leave(const Status& why, int64_t now) {
+void Transfer::detach_broken(const Status& why, int64_t now) {
   detach(why, now);
   if (!done()) driver_->wake();
 }

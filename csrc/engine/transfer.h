@@ -108,7 +108,7 @@ class Transfer {
   /// The lane does not take the transfer. The last one to detach fails it with `why`.
   void detach(const Status& why, int64_t now_ns);
   /// The lane broke while it had the transfer. Like detach(), and the other lanes look for what is left.
-  void leave(const Status& why, int64_t now_ns);
+  void detach_broken(const Status& why, int64_t now_ns);
   Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
   /// Adds the time that cutting and posting a step of reads took.
   void posted(int64_t ns) { post_ns_.fetch_add(ns, std::memory_order_relaxed); }
@@ -140,7 +140,7 @@ class Transfer {
   bool begin_announcing(uint32_t lane) { return announced_.fetch_or(1ull << lane) == 0; }
   bool announced_by(uint32_t lane) const { return (announced_ & 1ull << lane) != 0; }
   /// Returns true once.
-  bool end_announcing() { return !parted_.exchange(true); }
+  bool try_withdraw() { return !withdrawn_.exchange(true); }
   void mark_inline() { stats_.ran_inline = true; }
   /// To be called before any lane has it.
   void mark_alone() { stats_.alone = true; }
@@ -182,7 +182,7 @@ class Transfer {
   Atomic<TransferState> state_{TransferState::kPending};
   Atomic<bool> stopping_{false};
   Atomic<uint64_t> announced_{0};  // a bit per lane
-  Atomic<bool> parted_{false};
+  Atomic<bool> withdrawn_{false};
   Atomic<uint32_t> attached_{0};
   Atomic<int64_t> peek_at_ns_{0}, post_ns_{0};
   Atomic<uint64_t> proven_units_{0};

@@ -95,8 +95,8 @@ uint64_t LeaseTable::take_nonce() {
 int64_t LeaseTable::aged(int64_t now_ns) {
   const int64_t since = now_ns - looked_ns_;
   looked_ns_ = std::max(looked_ns_, now_ns);
-  if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;
-  return now_ns - stood_still_ns_;
+  if (since > kMostAgeingNs) paused_ns_ += since - kMostAgeingNs;
+  return now_ns - paused_ns_;
 }
 
 LeaseTable::Lease LeaseTable::make_lease(uint64_t id, int64_t ttl_ns, int64_t now_ns) {
@@ -168,7 +168,7 @@ void LeaseTable::open_seat(Lease& lease, const LeaseSeat& seat, uint64_t ready) 
 /// Puts a seat into its slot, which readers accept from then on.
 void LeaseTable::publish(const LeaseSeat& seat, const SlotRecord& record, int64_t deadline_ns,
                          uint64_t ready) {
-  hear_reader(seat.slot);  // a late one of the slot's last lease
+  add_reader(seat.slot);  // a late one of the slot's last lease
   readers_.take(seat.slot, to_fence_);
   words_[seat.slot].settled.store(0, std::memory_order_relaxed);
   records_[seat.slot] = record;
@@ -294,12 +294,12 @@ bool LeaseTable::is_settled_by(uint32_t slot, uint64_t settled) const {
 }
 
 /// Takes a reader's announcement if it concerns the last lease of the slot.
-void LeaseTable::hear_reader(uint32_t slot) {
+void LeaseTable::add_reader(uint32_t slot) {
   Atomic<uint64_t>& word = words_[slot].reader;
   if (word.load(std::memory_order_relaxed) == 0) return;
   const auto said = Announcement::of(word.exchange(0, std::memory_order_acq_rel));
   if (said.tag != records_[slot].tag || said.connection == 0) return;
-  readers_.hear(slot, said);
+  readers_.add(slot, said);
   if (!is_open(slot)) late_slots_.push_back(slot);
 }
 
@@ -332,7 +332,7 @@ void LeaseTable::end_seat(Lease& lease, Seat& seat, LeaseEnd how) {
   slots_[seat.slot].nonce.store(static_cast<uint64_t>(how), std::memory_order_release);
   // The owner's later writes into the blocks are ordered after the nonce's removal.
   full_fence();
-  hear_reader(seat.slot);
+  add_reader(seat.slot);
   if (how == LeaseEnd::kSettled) readers_.forget(seat.slot);  // a reader that settled reads no more
 }
 
@@ -355,7 +355,7 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
       continue;
     }
     for (const uint32_t end = std::min(slot + kSlotsAtOnce, num_slots); slot < end; ++slot) {
-      hear_reader(slot);
+      add_reader(slot);
       take_settled(slot);
     }
   }
@@ -366,7 +366,7 @@ void LeaseTable::sweep(int64_t now_ns, Swept& swept) {
 void LeaseTable::report(int64_t now_ns, Swept& swept) {
   // After the tombstones: a reader that announced itself before them is cut off before its blocks are
   // returned.
-  for (const uint32_t slot : ended_slots_) hear_reader(slot);
+  for (const uint32_t slot : ended_slots_) add_reader(slot);
   for (const std::vector<uint32_t>* slots : {&ended_slots_, &late_slots_}) {
     for (const uint32_t slot : *slots) {
       if (!is_open(slot)) readers_.take(slot, to_fence_);

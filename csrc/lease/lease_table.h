@@ -35,7 +35,7 @@ namespace kvlink {
 /// The readers by slot. Empty, and free of cost, if no transport fences.
 class LeaseReaders {
  public:
-  void hear(uint32_t slot, const Announcement& said) {
+  void add(uint32_t slot, const Announcement& said) {
     std::vector<uint64_t>& known = readers_[slot];
     const auto found = std::find(known.begin(), known.end(), said.connection);
     if (said.withdrawn && found != known.end()) known.erase(found);
@@ -280,7 +280,7 @@ class LeaseTable {
   Lease* open_lease(uint64_t id);
   bool is_open(uint32_t slot) const { return deadlines_.has(slot); }
   bool is_settled_by(uint32_t slot, uint64_t settled) const;
-  void hear_reader(uint32_t slot);
+  void add_reader(uint32_t slot);
   void take_settled(uint32_t slot);
   void end_seat(Lease& lease, Seat& seat, LeaseEnd how);
   void expire(uint32_t slot);
@@ -306,7 +306,7 @@ class LeaseTable {
   DrawRandom draw_;
   std::vector<uint64_t> random_;  // drawn in batches
   int64_t looked_ns_ = 0;         // when the clock was last looked at
-  int64_t stood_still_ns_ = 0;    // what of the time so far did not age leases
+  int64_t paused_ns_ = 0;         // what of the time so far did not age leases
   LeaseCounts counts_;
   SoftLeases soft_;
   SoftLeaseCounts soft_counts_;

@@ -22,7 +22,7 @@ size_t SlotRing::num_free() {
   return free_.size();
 }
 
-void SlotRing::give_back(std::byte* slot) {
+void SlotRing::release(std::byte* slot) {
   std::lock_guard lock(mutex_);
   free_.push_back(slot);
 }

@@ -22,7 +22,7 @@ class SlotRing {
 
   struct Return {
     SlotRing* ring;
-    void operator()(std::byte* slot) const { ring->give_back(slot); }
+    void operator()(std::byte* slot) const { ring->release(slot); }
   };
   using Slot = std::unique_ptr<std::byte, Return>;
   /// Returns null if all are taken.
@@ -30,7 +30,7 @@ class SlotRing {
   size_t num_free();
 
  private:
-  void give_back(std::byte* slot);
+  void release(std::byte* slot);
 
   std::mutex mutex_;
   std::vector<std::byte*> free_;

@@ -17,7 +17,7 @@ from . import bodies
 from .bodies import REQUEST_ID, Body, asking_for_a_ticket, decode_body, one_handoff_suffices
 from .chats import Chats
 from .counts import Counts
-from .retries import Answer, NotServed, OwnLimit, Tries, is_final
+from .retries import Answer, NotServedError, OwnLimit, Tries, is_final
 from .upstream import Opened, Sent, Upstream, ended
 
 _log = logging.getLogger("kvlink.integrations.router")
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvlink.integrations.router")
 class NoHandoff(Exception):
     """The request ends without decode: prefill refused it, or gave no answer and decode must not compute prompts."""
 
-    def __init__(self, last: NotServed) -> None:
+    def __init__(self, last: NotServedError) -> None:
         super().__init__(str(last))
         self.last = last
         self.is_refusal = last.answer is not None and is_final(last.answer.status)
@@ -89,20 +89,20 @@ class Answering:
             is_known = True
             try:
                 return await self.open_at(stack, url, asked._replace(body=decode_body(asked.body, handoff)))
-            except NotServed as error:
-                is_known = error.untouched
+            except NotServedError as error:
+                is_known = error.request_not_sent
                 raise
 
         return await self._decode.first(ask, tries, without, draining, first)
 
     async def pass_through(self, stack: AsyncExitStack, sent: Sent, tries: Tries) -> Opened:
-        """Returns the answer of a decode server to a request that nothing is known of. Raises NotServed."""
+        """Returns the answer of a decode server to a request that nothing is known of. Raises NotServedError."""
         self._counts["passed_through"] += 1
         streaming = self._decode.stream
         return await self._decode.first(lambda url: stack.enter_async_context(streaming(url, sent)), tries)
 
     async def open_at(self, stack: AsyncExitStack, url: str, asked: Sent) -> Opened:
-        """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServed."""
+        """Returns the answer of this decode server, whose request is `asked` as it is. Raises NotServedError."""
         if asked.answer_as:
             asked = asked._replace(body=asking_for_a_ticket(asked.body, asked.answer_as))
         return await stack.enter_async_context(self._decode.stream(url, asked))
@@ -132,7 +132,7 @@ class Answering:
                 return
             try:
                 came: Opened | Body | None = await answering
-            except NotServed as error:
+            except NotServedError as error:
                 if error.answer is None or error.answer.status < 500:
                     raise
                 tries.failed(self._decode.role, error)
@@ -153,7 +153,7 @@ class Answering:
             answer = await self._prefill.first(lambda url: self._prefill.ask(url, sent), tries)
         except OwnLimit:
             raise
-        except NotServed as error:
+        except NotServedError as error:
             if not self._options.recompute:
                 raise NoHandoff(error) from error
             self._counts["without_prefill"] += 1
@@ -162,7 +162,9 @@ class Answering:
 
     def _handoff_in(self, answer: Answer, headers: Mapping[str, str]) -> Body | None:
         if answer.status >= 400:
-            raise NoHandoff(NotServed(f"prefill answered {answer.status}", untouched=False, answer=answer))
+            raise NoHandoff(
+                NotServedError(f"prefill answered {answer.status}", request_not_sent=False, answer=answer)
+            )
         handoff = bodies.handoff_of(bodies.object_in(answer.begin)) if answer.status == 200 else None
         self._advised_from = bodies.streams_from(handoff) or self._advised_from
         self._counts["handed_off" if handoff else "without_handoff"] += 1

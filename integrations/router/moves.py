@@ -18,7 +18,7 @@ from kvlink.runtime.supervised import start_loop
 
 from .bodies import Body, decode_body, handoff_of, object_in, prefill_body
 from .counts import Counts
-from .retries import Answer, NotServed
+from .retries import Answer, NotServedError
 from .streamed_answer import StreamedAnswer
 from .upstream import Sent, Upstream, ended
 
@@ -65,7 +65,7 @@ class Move:
         can: bool | None = None
         if self._servers.ring.draining(self._source):
             checking = can_continue_here(self._servers, self.target, self._answer, self._headers)
-            with suppress(NotServed, asyncio.TimeoutError):
+            with suppress(NotServedError, asyncio.TimeoutError):
                 can = await asyncio.wait_for(checking, CHECK_S)
         if can is None:
             self.target = ""
@@ -93,7 +93,7 @@ class Move:
             return False
         try:
             copied = await copy_ahead(self._servers, self._source, target, self._answer, self._headers)
-        except NotServed as error:
+        except NotServedError as error:
             about = "an answer stays request=%s server=%s error=%s"
             _log.warning(about, self.request_id, self._source, error)
             return False
@@ -104,7 +104,7 @@ class Move:
 async def copy_ahead(
     servers: Upstream, source: str, target: str, answer: StreamedAnswer, headers: Mapping[str, str]
 ) -> bool:
-    """Copies until `target` lacks few tokens. Returns False if a server does not take part. Raises NotServed."""
+    """Copies until `target` lacks few tokens. Returns False if a server does not take part. Raises NotServedError."""
     for _ in range(_MOST_COPIES):
         before = answer.num_tokens
         path, body = answer.continuation()
@@ -123,7 +123,7 @@ async def copy_ahead(
 async def can_continue_here(
     servers: Upstream, url: str, answer: StreamedAnswer, headers: Mapping[str, str]
 ) -> bool:
-    """Returns whether the server can continue exactly after the client's text, and asks it. Raises NotServed.
+    """Returns whether the server can continue exactly after the client's text, and asks it. Raises NotServedError.
 
     The text may end within that of the last tokens, which are then left out and computed again.
     """

@@ -20,9 +20,9 @@ from .answering import Answering, NoHandoff
 from .bodies import ENCODING, Body
 from .counts import Counts
 from .moves import CHECK_S, Move, can_continue_here
-from .retries import NotServed, Tries
+from .retries import NotServedError, Tries
 from .server_events import DONE, ServerEvents, event_of, is_comment, is_done, value_of
-from .streamed_answer import BrokenOff, StreamedAnswer
+from .streamed_answer import BrokenOffError, StreamedAnswer
 from .upstream import BROKEN, Opened, Sent, Upstream
 
 _log = logging.getLogger("kvlink.integrations.router")
@@ -123,7 +123,7 @@ class Resuming:
             if answer.is_foreign:  # its end may have any form, too
                 await response.write(events.rest)
                 return _End.COMPLETE
-        except BrokenOff as error:
+        except BrokenOffError as error:
             about = "an answer broke off request=%s server=%s tokens=%d error=%s"
             _log.warning(about, move.request_id, opened.url, answer.num_tokens, error)
         if not answer.is_finished:
@@ -133,7 +133,7 @@ class Resuming:
         return _End.COMPLETE
 
     async def _pieces(self, opened: Opened) -> AsyncIterator[bytes]:
-        """Yields the body of an answer. Raises BrokenOff if the connection breaks, or if the server hangs."""
+        """Yields the body of an answer. Raises BrokenOffError if the connection breaks, or if the server hangs."""
         piece: bytes | None = opened.answer.begin
         while piece is not None:
             yield piece
@@ -144,14 +144,14 @@ class Resuming:
                 answers = self._decode.ring.answers(opened.url)
                 if not is_late or (self._answer.can_be_continued and not answers):
                     self._decode.broke_off(opened.url)
-                    raise BrokenOff(f"{type(error).__name__}: {error}") from error
+                    raise BrokenOffError(f"{type(error).__name__}: {error}") from error
                 piece = b""
 
     async def _moved(self, target: str) -> Opened | None:
         """Returns the rest of the answer from the server that has copied it, or None."""
         try:
             opened = await self._answering.open_at(self._stack, target, self._rest())
-        except NotServed:
+        except NotServedError:
             return None
         if _is_stream(opened):
             return self._goes_on("moved", opened)
@@ -169,9 +169,9 @@ class Resuming:
         while tries.may_ask(self._decode.role):
             try:
                 opened = await self._opened(draining, tries)
-            except (NoHandoff, NotServed, asyncio.TimeoutError):
+            except (NoHandoff, NotServedError, asyncio.TimeoutError):
                 opened = None
-            except BrokenOff:
+            except BrokenOffError:
                 return None
             if opened is not None:
                 return self._goes_on("resumed", opened)
@@ -186,7 +186,7 @@ class Resuming:
         return None
 
     async def _opened(self, draining: bool, tries: Tries) -> Opened | None:
-        """Returns None if no server is up. Raises BrokenOff if none can go on, NotServed and NoHandoff."""
+        """Returns None if no server is up. Raises BrokenOffError if none can go on, NotServedError and NoHandoff."""
         url = self._decode.ring.choose(time.monotonic(), self._failed, draining)
         if url is None:
             return None
@@ -194,19 +194,19 @@ class Resuming:
         try:
             checking = can_continue_here(self._decode, url, self._answer, self._asked.headers)
             can_continue = await asyncio.wait_for(checking, CHECK_S)
-        except NotServed as error:
+        except NotServedError as error:
             tries.failed(self._decode.role, error)
             raise
         if not can_continue:
-            raise BrokenOff("its text does not end with a token")
+            raise BrokenOffError("its text does not end with a token")
         try:
             opened = await self._answering.open_any(
                 self._stack, self._rest(), tries, self._failed, draining, url
             )
         except NoHandoff as error:
-            raise BrokenOff(str(error)) if error.is_refusal else error from None
+            raise BrokenOffError(str(error)) if error.is_refusal else error from None
         if not _is_stream(opened):
-            raise BrokenOff(f"a server answered {opened.answer.status}")
+            raise BrokenOffError(f"a server answered {opened.answer.status}")
         return opened
 
     def _rest(self) -> Sent:
@@ -228,7 +228,7 @@ async def _handled(output: bytearray, events: list[bytes], answer: StreamedAnswe
             continue
         try:
             shown = answer.take(value)
-        except BrokenOff:
+        except BrokenOffError:
             if answer.can_be_continued:
                 return _End.BROKEN
             output += b"" if answer.is_finished else event

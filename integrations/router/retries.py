@@ -36,16 +36,16 @@ class Answer:
     begin: bytes
 
 
-class NotServed(Exception):
-    """A server did not begin to answer, or only with `answer`, which is not final. `untouched`: it saw no request."""
+class NotServedError(Exception):
+    """A server did not begin to answer, or only with `answer`, which is not final. `request_not_sent`: none came."""
 
-    def __init__(self, reason: str, untouched: bool, answer: Answer | None = None) -> None:
+    def __init__(self, reason: str, request_not_sent: bool, answer: Answer | None = None) -> None:
         super().__init__(reason)
-        self.untouched = untouched
+        self.request_not_sent = request_not_sent
         self.answer = answer
 
 
-class OwnLimit(NotServed):
+class OwnLimit(NotServedError):
     """The router itself cannot connect to any server now."""
 
 
@@ -59,7 +59,7 @@ def own_limit(error: BaseException) -> OwnLimit | None:
     return OwnLimit(
         f"the router is at a limit of its own host ({name}: {text}) and cannot connect to a server; raise the "
         "limit, for open files by ulimit -n, or send fewer requests at once",
-        untouched=True,
+        request_not_sent=True,
     )
 
 
@@ -73,7 +73,7 @@ class Tries:
         self._request_id = request_id
         self._most = _MOST_OF_A_ROLE if repeats else 1
         self._failed: Counter[str] = Counter()
-        self._last: dict[str, NotServed] = {}
+        self._last: dict[str, NotServedError] = {}
 
     def __len__(self) -> int:
         return self._failed.total()
@@ -82,12 +82,12 @@ class Tries:
         """Returns whether one more server of this role may get the request."""
         return self._failed[role] < self._most and len(self) < _MOST_IN_ALL
 
-    def failed(self, role: str, error: NotServed) -> None:
+    def failed(self, role: str, error: NotServedError) -> None:
         """Records that a server failed."""
-        self._failed[role] += not error.untouched
+        self._failed[role] += not error.request_not_sent
         self._last[role] = error
         _log.warning("a server failed request=%s error=%s", self._request_id, error)
 
-    def last(self, role: str) -> NotServed:
+    def last(self, role: str) -> NotServedError:
         """Returns the last failure of a server of this role."""
-        return self._last.get(role) or NotServed(f"no {role} server is up", untouched=True)
+        return self._last.get(role) or NotServedError(f"no {role} server is up", request_not_sent=True)

@@ -29,7 +29,7 @@ from .continuation import can_continue
 from .control_socket import listen
 from .counts import Counts
 from .resuming import Resuming
-from .retries import NotServed, OwnLimit, Tries
+from .retries import NotServedError, OwnLimit, Tries
 from .upstream import Sent, Upstream, ended
 
 _HANDED_OFF = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -78,14 +78,14 @@ class Proxy:
         is_handed_off = request.method == "POST" and request.path in _HANDED_OFF
         try:
             return await (self._complete if is_handed_off else self._pass_through)(request, content, headers)
-        except (NotServed, NoHandoff) as nobody:
+        except (NotServedError, NoHandoff) as nobody:
             last = nobody.last if isinstance(nobody, NoHandoff) else nobody
             if not (isinstance(nobody, NoHandoff) and nobody.is_refusal):
                 self.counts["own_limit" if isinstance(last, OwnLimit) else "refused"] += 1
                 _log.warning("refused request=%s error=%s", headers[REQUEST_ID], last)
             if last.answer is not None:
                 return replies.whole(last.answer)
-            if last.untouched:
+            if last.request_not_sent:
                 return replies.error(503, str(last))
             return replies.error(502, f"{last}; no further server is asked: the request may be the cause")
 

@@ -21,7 +21,7 @@ _TAIL_CHARACTERS = 16
 _TAIL_TOKENS = 64
 
 
-class BrokenOff(Exception):
+class BrokenOffError(Exception):
     """A server does not finish its answer."""
 
 
@@ -121,10 +121,10 @@ class StreamedAnswer:
         return self.continuation()
 
     def take(self, event: Body) -> Body | None:
-        """Returns the event for the client, or None for nothing. One of no known form is foreign. Raises BrokenOff."""
+        """Returns the event for the client, or None. One of no known form is foreign. Raises BrokenOffError."""
         if event.get("error") is not None:
             self.error, self._is_refused = event, _is_of_request(event["error"])
-            raise BrokenOff(repr(event["error"])[:200])
+            raise BrokenOffError(repr(event["error"])[:200])
         if not _is_known(event):
             self.is_foreign = True
             return event
@@ -158,7 +158,7 @@ class StreamedAnswer:
 
     def _take(self, choice: Body) -> None:
         if choice.get("finish_reason") == "abort":
-            raise BrokenOff("the server aborted the request")
+            raise BrokenOffError("the server aborted the request")
         delta = choice.get("delta") or {}
         ids, text = choice.get(_IDS) or [], choice.get("text") or delta.get("content")
         if (text and not ids) or any(delta.get(name) for name in _PARSED):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to the servers behind the router. Failures that another server might not have become NotServed."""
+"""Sends requests to the servers behind the router. Failures that other servers may not have become NotServedError."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from yarl import URL
 from .bodies import MOST_PARSED, REQUEST_ID, encoded
 from .choice import Ring
 from .counts import Counts
-from .retries import Answer, NotServed, OwnLimit, Tries, is_final, own_limit
+from .retries import Answer, NotServedError, OwnLimit, Tries, is_final, own_limit
 
 BROKEN = (ClientError, OSError, asyncio.TimeoutError)
 """The exceptions of aiohttp for a server that is absent or gone."""
@@ -117,7 +117,7 @@ class Upstream:
         draining: bool = False,
         first: str = "",
     ) -> T:
-        """Returns what `ask` returns for the first server that serves, beginning with `first`. Raises NotServed.
+        """Returns what `ask` returns for the first server that serves, beginning with `first`. Raises NotServedError.
 
         Servers in `without` are not asked, and those that drain only with `draining`.
         """
@@ -131,20 +131,20 @@ class Upstream:
                 return await ask(url)
             except OwnLimit:
                 raise
-            except NotServed as error:
+            except NotServedError as error:
                 tried.append(url)
                 tries.failed(self.role, error)
                 self._counts["prefill_retried" if self.role == "prefill" else "decode_retried"] += 1
         raise tries.last(self.role)
 
     async def ask(self, url: str, sent: Sent) -> Answer:
-        """Returns the whole answer of this server, whose status is final. Raises NotServed."""
+        """Returns the whole answer of this server, whose status is final. Raises NotServedError."""
         async with self._open(url, sent) as response:
             return Answer(response.status, response.headers, await self._read(url, response, whole=True))
 
     @asynccontextmanager
     async def stream(self, url: str, sent: Sent) -> AsyncIterator[Opened]:
-        """Yields an answer that has begun. Raises NotServed. Leaving the context early aborts the request."""
+        """Yields an answer that has begun. Raises NotServedError. Leaving the context early aborts the request."""
         async with self._open(url, sent) as response:
             begin = await self._read(url, response, whole=False)
             yield Opened(url, Answer(response.status, response.headers, begin), response.content.iter_any())
@@ -163,7 +163,7 @@ class Upstream:
                 )  # fmt: skip
             except BROKEN as error:
                 unseen = isinstance(error, (ClientConnectorError, ConnectionTimeoutError))
-                raise own_limit(error) or self._gone(url, error, untouched=unseen) from error
+                raise own_limit(error) or self._gone(url, error, request_not_sent=unseen) from error
             try:
                 yield response
             finally:
@@ -180,20 +180,22 @@ class Upstream:
             if whole and len(body) > MOST_PARSED:
                 raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
         except BROKEN as error:
-            raise self._gone(url, error, untouched=False) from error
+            raise self._gone(url, error, request_not_sent=False) from error
         if status >= 500:
             self.broke_off(url)
         else:
             self.answered(url)
         if not is_final(status):
             answer = Answer(status, response.headers, body)
-            raise NotServed(f"{self.role} {url}: answered {status}", untouched=False, answer=answer)
+            raise NotServedError(
+                f"{self.role} {url}: answered {status}", request_not_sent=False, answer=answer
+            )
         return body
 
-    def _gone(self, url: str, error: Exception, untouched: bool) -> NotServed:
+    def _gone(self, url: str, error: Exception, request_not_sent: bool) -> NotServedError:
         is_slow = isinstance(error, ConnectionTimeoutError)  # it may have many connections to accept
-        self.ring.failed(url, time.monotonic(), gone=untouched and not is_slow)
-        return NotServed(f"{self.role} {url}: {type(error).__name__}: {error}", untouched)
+        self.ring.failed(url, time.monotonic(), gone=request_not_sent and not is_slow)
+        return NotServedError(f"{self.role} {url}: {type(error).__name__}: {error}", request_not_sent)
 
     async def probe(self, url: str) -> None:
         """Asks a server again and again whether it is alive."""

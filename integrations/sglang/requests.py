@@ -86,7 +86,7 @@ class OwnsRoom:
         rooms = self.kv_mgr.live_rooms
         owner = rooms.owner(self.bootstrap_room)
         if isinstance(owner, OwnsRoom) and owner.has_failed():
-            owner.leave()
+            owner.detach()
         return rooms.assign(self.bootstrap_room, self)
 
     def opened(self) -> None:
@@ -121,7 +121,7 @@ class OwnsRoom:
         except Exception as error:
             self.kv_mgr.guard.caught("the end of a failed request", self.bootstrap_room, error)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Gives the room back. Every later call is about this request alone. Idempotent."""
         if self.owns_room:
             self.owns_room = False

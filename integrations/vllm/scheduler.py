@@ -198,7 +198,7 @@ class SchedulerSide:
         for request_id in request_ids:
             seats = self._seats.pop(request_id, None)
             if seats is not None:
-                self._slots.give_back(seats)
+                self._slots.release(seats)
             with self.guard.around("sent", request_id):
                 self._traces.forget(request_id)
             with self.guard.around("sent", request_id):
@@ -363,7 +363,7 @@ class SchedulerSide:
         del self._seats[request_id]
         if self._commands.granted.pop(request_id, None) is None:
             self._commands.withdrawn.append(request_id)
-        self._slots.give_back(seats)
+        self._slots.release(seats)
         with self.guard.around("withdraw", request_id):
             self._traces.forget(request_id)
         with self.guard.around("withdraw", request_id):

@@ -370,7 +370,7 @@ class Engine:
     def add_pool_region(self, memory: HostMemory) -> int: ...
     def disable(self, transport: str, why: str) -> None:
         """Before start: gives one of the transports up; peers and open() are told why."""
-    def bounce(self, transport: str, why: str) -> None:
+    def force_bounce(self, transport: str, why: str) -> None:
         """Before start: stages what it reads into GPU memory, although it may reach devices; peers are told why."""
     def add_foreign_region(
         self,
@@ -386,7 +386,7 @@ class Engine:
 
         The descriptors, one for each slice of NIC_SLICE_BYTES, are borrowed until start() returns.
         """
-    def stage(
+    def set_staging(
         self,
         memory: CudaMemory,
         always: bool,
@@ -441,7 +441,7 @@ class Engine:
         """On behalf of a reader: its lease lasts its time to live from now."""
     def extend(self, lease: int, ttl_s: float) -> bool: ...
     def abort(self, lease: int) -> bool: ...
-    def settle_own(self, slot: int, settle_nonce: int) -> bool: ...
+    def settle_local(self, slot: int, settle_nonce: int) -> bool: ...
     def take_ended(self) -> list[tuple[int, int, float]]:
         """(lease, how: 0 settled 1 expired 2 aborted, held seconds) since the last call; sweeps first."""
     def watch_ended(self, queue: CompletionQueue) -> None:

@@ -12,7 +12,7 @@ from kvlink.control.client import AgentClient
 from kvlink.control.codec import AgentCalls as Calls
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE
 from kvlink.control.now import now
-from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.refusal import Reason, RefusedError, named
 from kvlink.control.rpc.peer_address import caller_number
 from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import Security, agent_gate
@@ -88,19 +88,21 @@ class WorkerAgent:
 
     def _published(self) -> WorkerCard:
         if self._card is None:
-            raise Refused(Reason.NOT_READY, f"the worker at {self.address} is starting or closing; retry")
+            raise RefusedError(
+                Reason.NOT_READY, f"the worker at {self.address} is starting or closing; retry"
+            )
         return self._card
 
     def _check_me(self, worker_id: str, epoch: int) -> None:
         card = self._published()
         if card.worker_id != worker_id:
-            raise Refused(
+            raise RefusedError(
                 Reason.RESTARTED,
                 f"the agent at {self.address} belongs to worker {named(card.worker_id)}, but the call is for "
                 f"{named(worker_id)}: the address was reused. Fetch the card of the worker again",
             )
         if card.epoch != epoch:
-            raise Refused(
+            raise RefusedError(
                 Reason.RESTARTED,
                 f"worker {named(worker_id)} restarted: the call is for epoch {epoch}, and {card.epoch} is running",
             )
@@ -112,7 +114,7 @@ class WorkerAgent:
         self._check_me(request.worker_id, request.epoch)
         caller = caller_number()
         if self._connecting[caller] >= MAX_CONNECTS_OF_ONE or self._connecting.total() >= MAX_CONNECTS:
-            raise Refused(
+            raise RefusedError(
                 Reason.TOO_MANY,
                 f"the worker at {self.address} is already admitting {self._connecting.total()} readers, "
                 f"{self._connecting[caller]} of them for this caller; retry in a moment",
@@ -120,7 +122,7 @@ class WorkerAgent:
         try:
             accepting = off_loop(self._accept, request.transport, request.hellos, request.takes_keys, caller)
         except Cancelled:
-            raise Refused(
+            raise RefusedError(
                 Reason.NOT_READY, f"the process of the worker at {self.address} is ending"
             ) from None
         self._connecting[caller] += 1

@@ -65,7 +65,7 @@ class Reason(Enum):
         self.error = error
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Refuses a call. Handlers raise it, the server sends it, and the client turns it into `reason.error`."""
 
     def __init__(self, reason: Reason, sentence: str) -> None:
@@ -74,14 +74,14 @@ class Refused(Exception):
         self.sentence = sentence
 
 
-def refusal_of(error: BaseException) -> Refused:
+def refusal_of(error: BaseException) -> RefusedError:
     """Returns the refusal that a failed handler answers with. Unexpected errors become FAILED."""
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedError):
         return error
     for reason in (Reason.MALFORMED, Reason.UNKNOWN, Reason.EXPIRED, Reason.NO_TRANSPORT, Reason.DENIED):
         if isinstance(error, reason.error):
-            return Refused(reason, str(error))
-    return Refused(Reason.FAILED, f"{type(error).__name__}: {error}")
+            return RefusedError(reason, str(error))
+    return RefusedError(Reason.FAILED, f"{type(error).__name__}: {error}")
 
 
 def forget_frames(error: BaseException | None) -> None:

@@ -226,7 +226,7 @@ class Session:
         if not live:
             return set()
         async with self._client.handoffs() as stream:
-            sending = [_begun(stream, offer) for offer in live]
+            sending = [_start(stream, offer) for offer in live]
             results = await asyncio.gather(*sending, return_exceptions=True)
         refused = set()
         for offer, result in zip(live, results, strict=True):
@@ -321,7 +321,7 @@ class Session:
                 backoff.reset()
 
 
-def _begun(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
+def _start(stream: HandoffStream, offer: Offer) -> asyncio.Future[None]:
     """Sends an offer. One that cannot be sent fails alone."""
     try:
         return stream.offer(offer)

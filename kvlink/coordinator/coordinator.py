@@ -22,7 +22,7 @@ from kvlink.control.overview import (
     Beat,
     Overview,
 )
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.rpc.feed import Feed, merged
 from kvlink.control.rpc.server import GrpcServer, Send
 from kvlink.control.security import Gate, Security, caller, coordinator_gate
@@ -150,7 +150,7 @@ class Coordinator:
         is kept waiting here.
         """
         self._draining = True
-        await self.readiness.look()
+        await self.readiness.poll()
         for answer in self._claims:
             answer.cancel()
         await self._server.stop(_CLOSE_GRACE_S)
@@ -246,7 +246,7 @@ class Coordinator:
 
     def _check_not_draining(self) -> None:
         if self._draining:
-            raise Refused(Reason.NOT_READY, f"the coordinator at {self.address} is shutting down; retry")
+            raise RefusedError(Reason.NOT_READY, f"the coordinator at {self.address} is shutting down; retry")
 
     async def _settle(self, order: SettleOrder) -> Nothing:
         await self._store.settle(order)

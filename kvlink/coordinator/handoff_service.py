@@ -107,7 +107,7 @@ class HandoffServer:
                 claim = self._waiting.pop(answer)[1]
                 answer.cancel()  # the store may have given out its tickets already
             if claim is not None:
-                self._store.give_back(claim)
+                self._store.release(claim)
 
     async def _note_refused(
         self,

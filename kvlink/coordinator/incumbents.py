@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from kvlink.config.addresses import is_loopback, split_address
 from kvlink.control.client import AgentClient
 from kvlink.control.denials import LogQuota
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security import Security, caller
 from kvlink.coordinator.store import Store, refusals
 from kvlink.errors import CoordinatorUnavailable, KVLinkError
@@ -43,7 +43,7 @@ class Incumbents:
         self._quota = LogQuota()
 
     async def check_gone(self, newcomer: WorkerCard, rejoin: bool = False) -> None:
-        """Returns if a new process may have its worker_id. Raises Refused (TAKEN, and like Store.worker).
+        """Returns if a new process may have its worker_id. Raises RefusedError (TAKEN, and like Store.worker).
 
         A rejoin under an epoch that is not newer is left to the store, which refuses it for good.
         """
@@ -67,7 +67,7 @@ class Incumbents:
         """Returns the card of another process with the worker_id, or None."""
         try:
             known = await self._store.worker(newcomer.worker_id, 0)
-        except Refused as refused:
+        except RefusedError as refused:
             if refused.reason is Reason.UNKNOWN:
                 return None
             raise

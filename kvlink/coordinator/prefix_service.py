@@ -16,7 +16,7 @@ from functools import partial
 from kvlink.control.codec import CoordinatorCalls as Calls
 from kvlink.control.limits import MAX_FOUND, Limits
 from kvlink.control.now import now
-from kvlink.control.refusal import Refused
+from kvlink.control.refusal import RefusedError
 from kvlink.control.rpc.server import GrpcServer
 from kvlink.control.security import caller
 from kvlink.control.values import CoordinatorStatus, FoundPrefix, PrefixChanges, PrefixQuery
@@ -47,7 +47,7 @@ class PrefixService:
         server.unary(Calls.FIND_PREFIX, self.find)
 
     async def publish(self, changes: PrefixChanges) -> int:
-        """Makes the changes of a joined worker. Returns the directory's id. Raises Refused as Store.check_own does."""
+        """Makes the changes of a joined worker, and returns the directory's id. RefusedError: as Store.check_own."""
         await self._store.check_own(changes.worker_id, changes.epoch)
         directory = self._followed(caller().tenant)
         await self._expire(directory)
@@ -131,18 +131,18 @@ class PrefixService:
     async def _host(self, worker_id: str) -> str:
         try:
             return (await self._store.worker(worker_id, 0)).host.boot_id
-        except Refused:
+        except RefusedError:
             return ""
 
     async def _follow(self, directory: PrefixDirectory) -> None:
         """Drops the prefixes of workers that leave, are replaced, or stop beating."""
         while True:
-            with contextlib.suppress(Refused, StopAsyncIteration):
+            with contextlib.suppress(RefusedError, StopAsyncIteration):
                 await self._follow_one_watch(directory)
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     async def _follow_one_watch(self, directory: PrefixDirectory) -> None:
-        """Returns or raises Refused when the watch ends, because it fell behind or the store does not answer."""
+        """Returns or raises RefusedError when the watch ends, because it fell behind or the store does not answer."""
         with contextlib.closing(await self._store.watch()) as feed:
             joined = {(each.card.worker_id, each.card.epoch) for each in await anext(feed)}
             for publisher in directory.publishers():

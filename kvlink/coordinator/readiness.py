@@ -44,7 +44,7 @@ class Readiness:
         """Starts checking. Call it once."""
         self._looking = start_loop("readiness", self._look_on)
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Checks the store now, and reports a change to the health service."""
         why = self.why_not()
         if self._reported == (not why):
@@ -61,7 +61,7 @@ class Readiness:
     async def _look_on(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            await self.look()
+            await self.poll()
 
     async def close(self) -> None:
         """Stops checking. Closing again has no effect."""

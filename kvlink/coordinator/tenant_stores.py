@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.rpc.eager_future import EagerFuture, eagerly
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Role, Security, caller
@@ -75,16 +75,16 @@ class TenantStores:
         return await (await self._here()).watch()
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
-        return self._begun(lambda store: store.offer(offer), start_awaited)
+        return self._try_begin(lambda store: store.offer(offer), start_awaited)
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:  # noqa: D102
-        return self._begun(lambda store: store.claim(claim), eagerly)
+        return self._try_begin(lambda store: store.claim(claim), eagerly)
 
-    def give_back(self, claim: Claim) -> None:  # noqa: D102
-        self._opened()[caller().tenant].give_back(claim)
+    def release(self, claim: Claim) -> None:  # noqa: D102
+        self._opened()[caller().tenant].release(claim)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
-        return self._begun(lambda store: store.settle(order), start_awaited)
+        return self._try_begin(lambda store: store.settle(order), start_awaited)
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:  # noqa: D102
         return await (await self._here()).orders(worker_id, epoch)
@@ -106,7 +106,7 @@ class TenantStores:
     async def _here(self) -> Store:
         return await asyncio.shield(self._opening())
 
-    def _begun(self, call: Callable[[Store], F], later: Callable[[Coroutine[Any, Any, Any]], F]) -> F:
+    def _try_begin(self, call: Callable[[Store], F], later: Callable[[Coroutine[Any, Any, Any]], F]) -> F:
         """Calls the calling tenant's store now, or as soon as it has started: then `later` makes the future."""
         here = self._opening()
 
@@ -119,11 +119,11 @@ class TenantStores:
         """Returns the task that starts the calling tenant's store. If the start failed, it is tried again."""
         tenant = caller().tenant
         if caller().sees_all:
-            raise Refused(Reason.DENIED, "this call needs a tenant, and the caller belongs to none")
+            raise RefusedError(Reason.DENIED, "this call needs a tenant, and the caller belongs to none")
         opening = self._stores.get(tenant)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             if opening is None and len(self._stores) >= _MAX_TENANTS:
-                raise Refused(
+                raise RefusedError(
                     Reason.TOO_MANY, f"this coordinator already serves {_MAX_TENANTS} tenants, its limit"
                 )
             opening = self._stores[tenant] = start_awaited(_started(self._make(tenant)))

@@ -157,7 +157,7 @@ class Engine:
         self.nics_left_out: tuple[RefusedNic, ...] = (*self._nics.left_out, *unused)
         """The ports that this pool does not use, each with the reason."""
         self.on_forked: Callable[[], None] = lambda: None
-        self.on_landed = self._nics.flush
+        self.flush_gpu_writes = self._nics.flush
         """Called after the bytes of a pull have arrived and before they are used. None if nothing is needed."""
         _live.add(self)
 
@@ -186,7 +186,7 @@ class Engine:
             for name in by_nic if self._nics.refused else ():
                 core.disable(name, self._nics.refused)
             for name in by_nic if self._nics.bounced else ():
-                core.bounce(name, self._nics.bounced)
+                core.force_bounce(name, self._nics.bounced)
             with self._nics.added(core, self.pool, self._staging, always=config.staging == "always"):
                 core.start()
             if_it_raises.pop_all()

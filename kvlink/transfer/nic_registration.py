@@ -77,7 +77,7 @@ class NicRegistration:
                 _add(core, region, how)
             if staging is not None and (exported or always):
                 at = exported[-1] if exported else None
-                core.stage(
+                core.set_staging(
                     staging, always, at.fds if at else (), at.offset if at else 0, at.pcie_fds if at else ()
                 )
             yield

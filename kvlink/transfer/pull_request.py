@@ -199,7 +199,7 @@ def check_relay(peer: Peer | None, ticket: Ticket) -> Peer:
     return peer
 
 
-def scale_of(peer: Peer, ticket: Ticket) -> int:
+def tokens_per_unit(peer: Peer, ticket: Ticket) -> int:
     """Returns the number of tokens in a unit of the ticket."""
     return peer.card.layouts[0].block_tokens if ticket.ready_unit is ReadyUnit.BLOCKS else 1
 

@@ -40,8 +40,8 @@ from kvlink.transfer.pull_request import (
     batch_units,
     check_relay,
     part_of,
-    scale_of,
     settle_args,
+    tokens_per_unit,
 )
 
 _log = logging.getLogger("kvlink.worker")
@@ -110,7 +110,7 @@ class RelayRun(_Run):
             self._give_up(self.pull._why_cut(0))
         ticket, core = self.sources[attempt], self.pull._core
         peer = check_relay(await connect_one(peers, ticket, until), ticket)
-        scale = scale_of(peer, ticket)
+        scale = tokens_per_unit(peer, ticket)
         batch = batch_units(self.engine.pool.layout, scale, ticket.num_tokens, self.batch_bytes)
         rest = (min(core.proven_tokens, ticket.num_tokens), ticket.num_tokens)
         part = part_of(peer, ticket, self.want._replace(tokens=rest))
@@ -158,7 +158,7 @@ class Pulls:
         self.num_restarts = 0
         self._control, self._engine, self._peers = control, engine, peers
         self._settle_by_agent, self._release, self._observer = settle_by_agent, release, observer
-        self._plain = engine.on_landed is None and observer is None
+        self._plain = engine.flush_gpu_writes is None and observer is None
         """Whether nothing is left to do for a pull that has ended and settled."""
         self._live: dict[int, _Run] = {}
         self._most_live = _LEAST_LIVE
@@ -196,7 +196,7 @@ class Pulls:
         return pull
 
     def _equip(self, pull: Pull, settles: bool) -> Pull:
-        pull._flush = self._engine.on_landed
+        pull._flush = self._engine.flush_gpu_writes
         if self._observer is not None:
             pull._observer = self._observer(settles)
         return pull

@@ -44,7 +44,7 @@ class WorkerMembership:
     def __init__(self, config: WorkerConfig, engine: OwnEngine) -> None:
         self._config = config
         self._engine = engine
-        self._settle_own = lambda slot, nonce: engine().core.settle_own(slot, nonce)
+        self._settle_local = lambda slot, nonce: engine().core.settle_local(slot, nonce)
         self._security = security = Security.of(config)
         at = config.coordinator
         self._client = CoordinatorClient(at, security=security) if at else None
@@ -52,7 +52,7 @@ class WorkerMembership:
         """Proves to coordinators that a call comes from this worker, after `join`."""
         self._agent = WorkerAgent(
             lambda *request: engine().accept(*request),
-            settle=self._settle_own,
+            settle=self._settle_local,
             renew=lambda slot, nonce: engine().core.renew(slot, nonce),
             security=security,
             drain=self._asked_to_drain,
@@ -121,7 +121,7 @@ class WorkerMembership:
         if self._client is not None:
             self._client.act_as(self.secret)
             self._session = await Session.join(
-                self._client, card, self._settle_own, report=lambda: self.report()
+                self._client, card, self._settle_local, report=lambda: self.report()
             )
             card = self._session.card
         self._card = card

@@ -27,7 +27,7 @@ from waiting import closed_port, until
 from kvlink import Worker, WorkerConfig
 from kvlink.config.addresses import split_address
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
-from kvlink.control.refusal import Refused, Replaced, WorkerIdTaken
+from kvlink.control.refusal import RefusedError, Replaced, WorkerIdTaken
 from kvlink.control.security import Keyring, own_file
 from kvlink.control.security.keys import TlsFiles
 from kvlink.control.security.tenants import TenantsFile
@@ -146,7 +146,7 @@ async def test_a_process_at_the_address_of_another_is_asked_for(
 
     monkeypatch.setattr(incumbents, "_OWN_ANSWER_S", 0.0 if answers == "nobody yet" else 30.0)
     deciding = Incumbents(await started_store(first), Security(), ask).check_gone(newcomer)
-    with pytest.raises(Refused, match="runs already") if is_taken else nullcontext():
+    with pytest.raises(RefusedError, match="runs already") if is_taken else nullcontext():
         await deciding
 
 

@@ -14,7 +14,7 @@ from control.etcd_cluster import EtcdCluster, give_etcd_time, start_etcd
 
 from kvlink.control import Claim, SettleOrder
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.coordinator import serve
 from kvlink.coordinator.store.etcd import EtcdStore, membership
 from kvlink.coordinator.store.etcd.api import Etcd, put, unchanged
@@ -108,7 +108,7 @@ async def test_a_coordinator_catches_up_with_a_history_that_is_gone(
     await store.offer(make_offer("newer"))
     for name in ("new", "newer"):
         assert await store.claim(Claim(name, 20.0)) == [make_offer(name).ticket]
-    with pytest.raises(Refused) as gone:
+    with pytest.raises(RefusedError) as gone:
         await store.claim(Claim("old"))
     assert gone.value.reason is Reason.UNKNOWN
     assert "etcd has compacted changes that this coordinator lacks" in caplog.text
@@ -117,7 +117,7 @@ async def test_a_coordinator_catches_up_with_a_history_that_is_gone(
 async def test_what_etcd_does_not_take_is_said(store: EtcdStore) -> None:
     await store.join(make_card(), rejoin=False)
     large = make_offer("large")._replace(ticket=bytes(2 << 20))
-    with pytest.raises(Refused, match=r"too large|larger than max"):
+    with pytest.raises(RefusedError, match=r"too large|larger than max"):
         await store.offer(large)
     await store.offer(make_offer("r"))
     assert await store.claim(Claim("r", 20.0))
@@ -156,7 +156,7 @@ async def test_tenants_do_not_see_each_other(cluster: EtcdCluster) -> None:
     await stores[1].offer(make_offer("r"))
     for other in (stores[0], stores[2]):
         assert await other.workers() == []
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             await other.claim(Claim("r"))
     assert await stores[1].claim(Claim("r"))
     for store in stores:
@@ -210,7 +210,7 @@ async def test_a_settle_order_is_deleted_when_it_was_passed_on(store: EtcdStore,
 async def test_nobody_there_is_said_within_the_patience_of_clients() -> None:
     store = EtcdStore("etcd://127.0.0.1:9")
     await store.start()
-    with pytest.raises(Refused, match=r"not yet read its store, etcd at 127\.0\.0\.1:9") as refused:
+    with pytest.raises(RefusedError, match=r"not yet read its store, etcd at 127\.0\.0\.1:9") as refused:
         await store.workers()
     assert refused.value.reason is Reason.NOT_READY
     await store.close()

@@ -15,7 +15,7 @@ from virtual_time import run, virtual
 from waiting import until
 
 from kvlink.control import Claim, Limits
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.rpc.channel import Channel
 from kvlink.coordinator.store import Store
 from kvlink.coordinator.store.etcd import EtcdStore, api
@@ -134,7 +134,7 @@ async def test_a_wiped_etcd_that_has_overtaken_the_mirror_is_noticed(
     for number in range(50):
         fake_etcd.put((b"/another/%d" % number, b""))
     await joins_and_offers_again(store, "a")
-    with pytest.raises(Refused) as gone:
+    with pytest.raises(RefusedError) as gone:
         await store.claim(Claim("b"))
     assert gone.value.reason is Reason.UNKNOWN
 
@@ -162,7 +162,7 @@ async def test_a_snapshot_brings_back_what_it_holds(store: EtcdStore, fake_etcd:
     await store.offer(make_offer("e"))
     for name in ("a", "e"):
         assert await store.claim(Claim(name, 30.0)) == [make_offer(name).ticket]
-    with pytest.raises(Refused, match="no worker offered it"):
+    with pytest.raises(RefusedError, match="no worker offered it"):
         await store.claim(Claim("d"))
     assert len(feed) == 0, "the worker is in the snapshot: it was never gone"
 
@@ -202,7 +202,7 @@ async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, fak
     wrong = store._mirror.members["prefill"]._replace(lease=999)
     store._mirror.members["prefill"] = wrong
     fake_etcd.calls.clear()
-    with pytest.raises(Refused, match=r"request 'x': .* retry") as refused:
+    with pytest.raises(RefusedError, match=r"request 'x': .* retry") as refused:
         await store.offer(make_offer("x"))
     assert refused.value.reason is Reason.NOT_READY
     assert len(fake_etcd.calls) == 2 * MAX_TRIES
@@ -210,7 +210,7 @@ async def test_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore, fak
 
 async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: EtcdStore) -> None:
     store._mirror.requests["a"].tickets[0].revision = 999
-    with pytest.raises(Refused, match=r"request 'a': .* retry") as refused:
+    with pytest.raises(RefusedError, match=r"request 'a': .* retry") as refused:
         await store.claim(Claim("a"))
     assert refused.value.reason is Reason.NOT_READY
 

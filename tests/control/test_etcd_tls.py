@@ -15,7 +15,7 @@ from control.certificates import HOSTS, Pki
 from control.etcd_cluster import EtcdCluster, start_etcd
 
 from kvlink.control import Claim
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security import COORDINATOR, TlsFiles, policy
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import ConfigError
@@ -85,7 +85,7 @@ async def test_who_is_not_believed_is_said_in_the_log(
     show(monkeypatch, strangers(tmp_path, pki.authority.pem.cert if believes else b""))
     store = EtcdStore(f"etcd://{etcd.addresses}/tls")
     await store.start()
-    with pytest.raises(Refused, match="has not yet read its store") as refused:
+    with pytest.raises(RefusedError, match="has not yet read its store") as refused:
         await store.workers()
     assert refused.value.reason is Reason.NOT_READY
     assert says in caplog.text

@@ -14,7 +14,7 @@ from control.cards import make_card, make_offer
 from control.fake_etcd import Clock, FakeEtcd
 
 from kvlink.control import Claim, CoordinatorClient
-from kvlink.control.refusal import Overloaded, Reason, Refused
+from kvlink.control.refusal import Overloaded, Reason, RefusedError
 from kvlink.control.values import StoreHealth
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.etcd import EtcdStore
@@ -24,8 +24,8 @@ from kvlink.monitoring.status_page.serving import serve_status_page
 from kvlink.v1 import etcd_pb2 as pb
 
 
-async def refused(store: EtcdStore, name: str) -> Refused:
-    with pytest.raises(Refused) as refused:
+async def refused(store: EtcdStore, name: str) -> RefusedError:
+    with pytest.raises(RefusedError) as refused:
         await store.offer(make_offer(name))
     return refused.value
 
@@ -53,9 +53,9 @@ async def test_whatever_needs_room_is_refused_and_the_rest_goes_on(
 ) -> None:
     await store.offer(make_offer("r"))
     fake_etcd.is_full = True
-    with pytest.raises(Refused) as claimed:
+    with pytest.raises(RefusedError) as claimed:
         await store.claim(Claim("r", 30.0))
-    with pytest.raises(Refused) as joined:
+    with pytest.raises(RefusedError) as joined:
         await store.join(make_card("another"), rejoin=False)
     assert {claimed.value.reason, joined.value.reason} == {Reason.TOO_MANY}
     assert await store.beat("prefill", 1)

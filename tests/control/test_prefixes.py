@@ -22,7 +22,7 @@ from kvlink.control import CoordinatorClient
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.limits import MAX_PREFIXES, Limits
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.refusal import NotJoined, Reason, Refused
+from kvlink.control.refusal import NotJoined, Reason, RefusedError
 from kvlink.control.security import Role
 from kvlink.control.security.callers import Caller, set_caller
 from kvlink.control.values import CoordinatorStatus, Prefix, PrefixChanges, WorkerEpoch
@@ -382,7 +382,7 @@ async def test_a_watch_that_fell_behind_is_begun_again() -> None:
         await service.publish(PrefixChanges(worker_id, 1, (prefix(worker_id[0]),)))
     await asyncio.sleep(0.01)
     (feed,) = store._watchers
-    feed.close(Refused(Reason.TOO_MANY, "fell behind"))
+    feed.close(RefusedError(Reason.TOO_MANY, "fell behind"))
     await store.leave("gone", 1)  # nobody watches
     assert shown(await service.find(query("g")))
     await asyncio.sleep(2.0)

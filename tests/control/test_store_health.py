@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from waiting import until
 
 from kvlink.control import Claim, CoordinatorClient
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security import Security
 from kvlink.control.values import StoreHealth
 from kvlink.coordinator import Coordinator
@@ -82,7 +82,7 @@ async def test_claims_and_watches_are_sent_elsewhere(
     store.tick()
     for call in (*waiting, anext(feed), store.claim(Claim("t", NEVER_S)), store.watch()):
         with pytest.raises(
-            Refused, match=r"has lost its store, etcd at 127\.0\.0\.1:1, .* at another coordinator"
+            RefusedError, match=r"has lost its store, etcd at 127\.0\.0\.1:1, .* at another coordinator"
         ) as gone:
             await call
         assert gone.value.reason is Reason.NOT_READY
@@ -122,7 +122,7 @@ async def test_the_gauge_counts_from_the_first_doubt(
     store.tick()
     assert store.health() == StoreHealth()
     fake_etcd.is_away = True
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         await store.beat("prefill", 1)
     assert store._next_deadline() == clock.now + LOST_S, "whoever waits is sent away without being asked"
     assert store._alarm.due <= clock.now + LOST_S
@@ -138,7 +138,7 @@ async def test_one_that_never_read_its_store_is_lost_too(fake_etcd: FakeEtcd, cl
     waiting = store.claim(Claim("r", NEVER_S))
     clock.now += LOST_S
     store.tick()
-    with pytest.raises(Refused, match="has lost its store"):
+    with pytest.raises(RefusedError, match="has lost its store"):
         await waiting
     await store.close()
 
@@ -202,7 +202,7 @@ async def test_health_checks_see_it(store: EtcdStore, fake_etcd: FakeEtcd, clock
         assert await serves()
         fake_etcd.go_away()
         await lose(store, clock)
-        await coordinator.readiness.look()
+        await coordinator.readiness.poll()
         assert not await serves()
         ready = await session.get("/ready")
         assert (ready.status, await ready.text()) == (503, "the store has not answered for 3 s\n")

@@ -24,7 +24,7 @@ from kvlink.control import AgentClient, CoordinatorClient, Security, Session, Se
 from kvlink.control.codec import CoordinatorCalls, Method
 from kvlink.control.limits import MAX_CONNECTS, MAX_CONNECTS_OF_ONE, MAX_HELLOS
 from kvlink.control.overview import Beat, WorkerReport
-from kvlink.control.refusal import Overloaded, Refused
+from kvlink.control.refusal import Overloaded, RefusedError
 from kvlink.control.rpc.peer_address import caller_number, serving
 from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
 from kvlink.control.security.callers import _OBSERVERS_CALL
@@ -295,9 +295,9 @@ def test_the_first_rule_that_fits_decides(tmp_path: Path) -> None:
     assert gate("Status", ["x", "a.example.org"], "") == Caller("a", Role.OBSERVER)
     assert gate("Claim", ["a.example.com"], "") == Caller("b")
     assert gate("Status", [COORDINATOR], "") == Caller(EVERY_TENANT, Role.OBSERVER)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         gate("Status", ["a"], "")
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         gate("Status", ["a.example.org"], "a.example.org")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from control.cards import make_card
 
 from kvlink.control import WorkerAgent
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security.callers import Caller
 from kvlink.coordinator import Coordinator
 from kvlink.errors import TransportUnavailable
@@ -24,7 +24,7 @@ DENIED, TRANSPORT, BROKEN = "nobody", "tcp", "broken"
 
 def gate(method: str, names: Sequence[str], token: str) -> Caller:
     if token == DENIED:
-        raise Refused(Reason.DENIED, "you are nobody")
+        raise RefusedError(Reason.DENIED, "you are nobody")
     return Caller()
 
 

@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "1",
         "withdrawn claims keep their tickets",
         "kvlink.coordinator.handoff_service",
-        "                self._store.give_back(claim)",
+        "                self._store.release(claim)",
         "                pass",
     ),
     Mutant(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from typing import Any
@@ -333,6 +334,7 @@ class World:
         open_calls = sum(len(connection.calls) for connection in self.network.connections)
         if open_calls > 10 * (len(self.names) + 5):
             self.ledger.violated(f"{open_calls} calls are open")
+        gc.collect()  # of cycles, which wait for long where other tests have left a large heap
         num_kept = Message.num_kept - self._kept_before
         self.ledger.peak("message bytes", num_kept)
         if num_kept > _MOST_KEPT_BYTES:

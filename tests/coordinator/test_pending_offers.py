@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvlink.control.codec import StoredRecords
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.values import Claim, Claimed, Incarnation, Offer
 from kvlink.coordinator.store.etcd import keys
 from kvlink.coordinator.store.etcd.api import after, split_url
@@ -103,7 +103,7 @@ class OffersAgainstModel(RuleBasedStateMachine):
         claim = Claim(request_id, float(timeout_s))
         try:
             tickets = self.offers.take(claim)
-        except Refused:
+        except RefusedError:
             assert request_id not in self.tickets, "only what ended unclaimed is refused"
             return
         if self.complete(request_id):
@@ -208,7 +208,7 @@ def test_an_expired_request_is_refused_until_it_is_offered_again() -> None:
     offers.offer(make_offer("r", ttl_s=5.0), 0.0)
     assert offers.expire(5.0) == []
     assert (offers.num_tickets, offers.num_expired, offers._requests) == (0, 1, {})
-    with pytest.raises(Refused, match="not claimed within"):
+    with pytest.raises(RefusedError, match="not claimed within"):
         offers.take(Claim("r"))
     offers.offer(make_offer("r", ttl_s=5.0), 6.0)
     assert offers.take(Claim("r")) == [make_offer("r").ticket]
@@ -246,10 +246,10 @@ def test_only_the_claim_that_was_answered_gives_its_tickets_back() -> None:
         claim._replace(reader=1),
         claim._replace(request_id="s"),
     ):
-        assert offers.give_back(other, 1.0) == []
+        assert offers.release(other, 1.0) == []
         assert offers.take(claim._replace(claim_id=b"another")) is None
         assert offers.take(claim) == [bytes(100)]
-    assert offers.give_back(claim, 1.0) == []
+    assert offers.release(claim, 1.0) == []
     assert offers.take(claim._replace(claim_id=b"another")) == [bytes(100)]
 
 

@@ -131,4 +131,4 @@ def test_a_flush_follows_every_pull_where_the_gpu_asks_for_it(driver: CudaDriver
     gpu = driver.gpu(0)
     with Worker(cuda_pool(1), "worker", config=config) as worker:
         asked = gpu.ordering < Ordering.OWNER and gpu.flush_from_host
-        assert (worker._engine.on_landed is not None) == asked
+        assert (worker._engine.flush_gpu_writes is not None) == asked

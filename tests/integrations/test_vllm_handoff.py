@@ -200,8 +200,8 @@ def test_slots_are_used_in_turn_and_never_twice() -> None:
     assert second
     assert third
     assert sorted(seat.slot for seats in (first, second, third) for seat in seats) == list(range(1, 10))
-    groups.give_back(second)
-    groups.give_back(first)
+    groups.release(second)
+    groups.release(first)
     again = groups.take()
     assert again
     assert [seat.slot for seat in again] == [seat.slot for seat in second]

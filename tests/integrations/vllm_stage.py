@@ -240,7 +240,7 @@ class Scene:
         # It may have been asked to hand off. A whole reset would also give back what waits to be loaded.
         scheduler._commands.retired += scheduler._sent.all()
         scheduler.turns.reset()
-        for name in [name for name, one in scheduler.incoming._requests.items() if one.awaited]:
+        for name in [name for name, one in scheduler.incoming._requests.items() if one.is_pending]:
             engine.abort(name)  # its prefill is never announced
         self.step("d", 1)
         self.engines["p"].step()

@@ -16,7 +16,7 @@ from loops.rows import FailingOnce, Unexpected, failing, passes, scene
 
 from kvlink.control import Claim, SettleOrder
 from kvlink.control.overview import Beat
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.values import PrefixChanges, Push, PushKind, StoreHealth
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.prefix_service import PrefixService
@@ -63,9 +63,9 @@ async def timers_of_stores() -> None:
     async with memory_store() as memory, etcd_store() as (etcd, _):
         for store in (memory, etcd):
             with failing(store, "tick"):
-                with pytest.raises(Refused, match="no worker offered it"):
+                with pytest.raises(RefusedError, match="no worker offered it"):
                     await store.claim(Claim("nobody has it", 3.0))
-                with pytest.raises(Refused, match="no worker offered it"):
+                with pytest.raises(RefusedError, match="no worker offered it"):
                     await store.claim(Claim("nobody has it", 3.0))
 
 
@@ -195,7 +195,7 @@ async def a_group_commit() -> None:
 
 
 async def first_fails(store: EtcdStore, call: Callable[[str], Any]) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         await call("r")
     assert refused.value.reason is Reason.FAILED
     await hands_off(store, "s")
@@ -251,6 +251,6 @@ async def the_end_of_a_claim() -> None:
 @scene("lease renewals")
 async def renewals_of_leases() -> None:
     async with etcd_store() as (store, _):
-        with failing(store._etcd, "keep_alive", times=3), pytest.raises(Refused):
+        with failing(store._etcd, "keep_alive", times=3), pytest.raises(RefusedError):
             await store.beat("prefill", 1)
         assert await store.beat("prefill", 1)

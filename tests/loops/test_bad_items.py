@@ -20,7 +20,7 @@ from kvlink.control import Claim, SessionState
 from kvlink.control.denials import LogQuota
 from kvlink.control.overview import LinkReport, WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.values import HandoffBatch, HandoffResults, Offer, PrefixChanges, WorkerEpoch
 from kvlink.coordinator.handoff_service import HandoffServer
 from kvlink.coordinator.store.alarm import Alarm
@@ -196,7 +196,7 @@ async def test_a_reply_of_etcd_with_too_few_results_fails_its_batch() -> None:
         done = await asyncio.gather(
             *(store.offer(make_offer(name)) for name in ("a", "b")), return_exceptions=True
         )
-        assert [isinstance(each, Refused) and each.reason for each in done] == [Reason.FAILED] * 2
+        assert [isinstance(each, RefusedError) and each.reason for each in done] == [Reason.FAILED] * 2
         etcd._answer = answer  # type: ignore[method-assign]
         await hands_off(store)
 

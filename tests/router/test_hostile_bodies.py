@@ -25,7 +25,7 @@ from kvlink.integrations.router.bodies import HANDOFF, TooDeep, encoded, num_tok
 from kvlink.integrations.router.chats import Chats
 from kvlink.integrations.router.continuation import CHATS, COMPLETIONS, can_continue, continuing_body
 from kvlink.integrations.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
-from kvlink.integrations.router.streamed_answer import BrokenOff, StreamedAnswer
+from kvlink.integrations.router.streamed_answer import BrokenOffError, StreamedAnswer
 
 _NAMES = st.sampled_from(
     [
@@ -159,7 +159,7 @@ def test_no_event_makes_an_answer_raise(body: dict[str, Any], events: list[dict[
         for number, event in enumerate(events):
             try:
                 shown = answer.take(parsed(encoded({"choices": [], **event})))
-            except BrokenOff:
+            except BrokenOffError:
                 assert answer.error is None or event_of(answer.error)
             else:
                 assert shown is None or event_of(shown)

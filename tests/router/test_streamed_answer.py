@@ -10,7 +10,7 @@ import pytest
 from kvlink.integrations.router import server_events
 from kvlink.integrations.router.continuation import CHATS, COMPLETIONS, can_continue
 from kvlink.integrations.router.server_events import ServerEvents, event_of, is_comment, is_done, value_of
-from kvlink.integrations.router.streamed_answer import BrokenOff, StreamedAnswer
+from kvlink.integrations.router.streamed_answer import BrokenOffError, StreamedAnswer
 
 BODY = {"model": "m", "prompt": "a b", "max_tokens": 9, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -201,7 +201,7 @@ def test_usage_counts_all_tokens() -> None:
 def test_servers_that_give_up(event: dict[str, Any]) -> None:
     answer = StreamedAnswer(COMPLETIONS, BODY)
     answer.take(completion("x", [7], prompt_token_ids=[1]))
-    with pytest.raises(BrokenOff):
+    with pytest.raises(BrokenOffError):
         answer.take(event)
     assert answer.can_be_continued
     assert answer.begin_continuation()[1]["prompt"] == [1, 7]

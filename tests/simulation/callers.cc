@@ -243,7 +243,7 @@ bool World::start_at_once(Call& call) {
   return true;
 }
 
-void World::start_waiting(Call& call, Relaying relaying) {
+void World::start_waiting(Call& call, RelayContext relaying) {
   call.pull = Pull::waiting(call.deadline_ns, control_, std::move(relaying));
   check_by(call.deadline_ns + kAnswerNs, call, "a pull does not end by its deadline");
   if (chance(3)) request_cancel(call);

@@ -544,7 +544,7 @@ PLANTED: list[Change] = [
     cut(
         "lane",
         "holders of a lane wake nobody",
-        "  if (!idle()) return driver_->wake();\n  if (unsent()) driver_->wake_from_doze();\n",
+        "  if (!idle()) return driver_->wake();\n  if (has_unflushed_writes()) driver_->wake_from_doze();\n",
         "",
         LANE,
     ),
@@ -615,7 +615,7 @@ PLANTED: list[Change] = [
 
 LEASE_HEADER = "csrc/lease/lease_table.h"
 _COUNT = "  num_active_.store(static_cast<uint32_t>(leases_.size()) + num_expiring_soft_);\n"
-_HARD_FENCE = "  full_fence();\n  hear_reader(seat.slot);\n"
+_HARD_FENCE = "  full_fence();\n  add_reader(seat.slot);\n"
 _SOFT_FENCE = "  full_fence();\n  num_expiring_soft_ -="
 
 ORDERS = [
@@ -630,9 +630,7 @@ ORDERS = [
         "shared.store(ready, std::memory_order_relaxed)",
         LEASES,
     ),
-    cut(
-        "end of a lease", "no fence behind the tombstone", _HARD_FENCE, "  hear_reader(seat.slot);\n", LEASES
-    ),
+    cut("end of a lease", "no fence behind the tombstone", _HARD_FENCE, "  add_reader(seat.slot);\n", LEASES),
     Change(
         "end of a soft lease",
         "no fence behind the tombstone, and none in revoke()",
@@ -650,7 +648,7 @@ ORDERS = [
     cut(
         "sweep",
         "a standstill of the owner ages leases by all of it",
-        "  if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;\n",
+        "  if (since > kMostAgeingNs) paused_ns_ += since - kMostAgeingNs;\n",
         "  static_cast<void>(since);\n",
         LEASES,
     ),

@@ -99,7 +99,7 @@ class World {
   bool draw_soft_lease(Source& source, uint64_t ready, int64_t soon, const std::function<void()>& give_back);
   void grow(const Source& source, uint64_t ready);
   bool start_at_once(Call& call);
-  void start_waiting(Call& call, Relaying relaying);
+  void start_waiting(Call& call, RelayContext relaying);
   void wait_for(Call& call);
   void await(Call& call);
   void note_waiting(Call& call) { call.waited_for_ns = std::min(call.waited_for_ns, now()); }

@@ -56,6 +56,7 @@ def opened(fault: str = "") -> tuple[_core.Engine, _core.Engine, _core.Connectio
     """Returns owner, reader, a connection that is not established, and the arguments that establish it."""
     owner, _ = started()
     reader, _ = started("fault+tcp" if fault else "tcp", fault)
+    reader.set_control(_core.CompletionQueue())
     name, address, pool_keys, lease_keys, _, _ = owner.access()[0]
     connection = reader.open("fault+tcp" if fault else "tcp", address, _core.PathStats("tcp"))
     number, replies, _, _ = owner.accept(name, connection.hellos(), True, 0)
@@ -201,7 +202,6 @@ def prepared(pair: Pair) -> Callable[[], object]:
 
 def waiting(pair: Pair, sources: int) -> tuple[_core.Pull, _core.PartRow]:
     """Returns a pull that waits for its owner, and what it reads."""
-    pair.reader.set_control(_core.CompletionQueue())
     part = (pair.connection, [(*pair.row(), False)], pair.seat(), 1 if sources else 0, _NUM_BLOCKS // 2)
     return _core.waiting_pull(pair.reader, _SOON_S, sources), part
 
@@ -266,7 +266,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Engine.set_ttl": of_leases(lambda owner: owner.set_ttl(1, _LONG_S)),
     "Engine.renew": of_leases(lambda owner: owner.renew(1, 1 << 40)),
     "Engine.abort": of_leases(lambda owner: owner.abort(1)),
-    "Engine.settle_own": of_leases(lambda owner: owner.settle_own(1, 1 << 40)),
+    "Engine.settle_local": of_leases(lambda owner: owner.settle_local(1, 1 << 40)),
     "Engine.lease_counts": of_engine(lambda made: made.lease_counts()),
     "Engine.take_ended": of_engine(lambda made: made.take_ended()),
     "Engine.close": of_engine(lambda made: made.close()),

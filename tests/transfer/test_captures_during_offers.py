@@ -62,7 +62,7 @@ def test_nothing_is_leased_before_the_start() -> None:
     for asked in (
         lambda: engine.grant(1, 1, 0, 1.0),
         lambda: engine.grant_at(1, [(0, 1, 2)], 0, 1.0),
-        lambda: engine.settle_own(0, 1),
+        lambda: engine.settle_local(0, 1),
         lambda: engine.abort(1),
         engine.lease_counts,
     ):

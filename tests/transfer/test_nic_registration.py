@@ -163,7 +163,7 @@ def test_what_no_nic_reaches_is_staged(root: Path, gpu: Gpu, gpudirect: str, say
     assert registration.refused == ""
     assert not opened_since(before)
     engine = core()
-    engine.bounce("tcp", registration.bounced)
+    engine.force_bounce("tcp", registration.bounced)
     with registration.added(engine, gpu_pool()):
         engine.start()
     ((_, _, keys, _, refused, bounces),) = engine.access()

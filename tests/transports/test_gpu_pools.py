@@ -79,7 +79,7 @@ class Flushed:
         owner, reader = self.new_owner(SPEC, transports="tcp"), self.new_reader(SPEC, transports="tcp")
         owner.do("fill", seed=1)
         flush = Flush(reader.pool, random_contents(SPEC.layout(), 1))
-        reader._engine.on_landed = flush
+        reader._engine.flush_gpu_writes = flush
         return owner, reader, flush
 
 

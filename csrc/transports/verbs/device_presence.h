@@ -16,17 +16,17 @@ class DeviceNode {
  public:
   DeviceNode() = default;
   /// `path` is in sysfs. If it is not visible, its removal is not either.
-  explicit DeviceNode(std::string path) : path_(std::move(path)), inode_(look()) {}
+  explicit DeviceNode(std::string path) : path_(std::move(path)), inode_(poll()) {}
 
   /// Another device may have the same name by now.
   bool gone() const {
     if (inode_ == 0) return false;
-    const ino_t now = look();
+    const ino_t now = poll();
     return now != inode_ && (now != 0 || errno == ENOENT);
   }
 
  private:
-  ino_t look() const {
+  ino_t poll() const {
     struct stat found{};
     return ::stat(path_.c_str(), &found) == 0 ? found.st_ino : 0;
   }

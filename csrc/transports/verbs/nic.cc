@@ -281,7 +281,7 @@ void Nic::lose(const std::string& why, bool for_good) {
   losses_.fetch_add(1, std::memory_order_acq_rel);
 }
 
-void Nic::look() {
+void Nic::poll() {
   if (!gone() && node_.gone()) remove();
 }
 

@@ -45,7 +45,7 @@ struct Manner {
   bool rides_out_link_loss = false;
 };
 
-/// Any thread, except that take_events() and look() are for one thread.
+/// Any thread, except that take_events() and poll() are for one thread.
 class Nic {
  public:
   struct Limits {
@@ -101,7 +101,7 @@ class Nic {
   /// Returns whether its device failed for good or was removed. Nothing new may be asked of it.
   bool gone() const { return gone_.load(std::memory_order_acquire); }
   /// Detects a removal without an event.
-  void look();
+  void poll();
   /// Marks the device as removed, because another event reported it. For the same thread.
   void remove();
 

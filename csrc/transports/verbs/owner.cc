@@ -79,7 +79,7 @@ void Owner::unwatch(size_t port) const {
 void Owner::look_after_ports() {
   const int64_t now = now_ns();
   for (size_t port = 0; port < ports_.size(); ++port) {
-    const Ports::Change change = ports_.look(port, now);
+    const Ports::Change change = ports_.poll(port, now);
     if (change == Ports::Change::kBack) static_cast<void>(watch(port));
     if (change != Ports::Change::kLost) continue;
     unwatch(port);

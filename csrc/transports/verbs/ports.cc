@@ -161,12 +161,12 @@ RemoteKey Ports::key(size_t region, Access access) const {
   return key;
 }
 
-Ports::Change Ports::look(size_t index, int64_t now) {
+Ports::Change Ports::poll(size_t index, int64_t now) {
   std::lock_guard lock(mutex_);
   Port& port = ports_[index];
   if (closed_) return Change::kNone;
   if (port.opened) {
-    port.opened->nic->look();
+    port.opened->nic->poll();
     return port.opened->nic->gone() ? Change::kLost : Change::kNone;
   }
   if (is_running(port.leaving) || is_running(port.attempt)) return Change::kNone;

@@ -33,7 +33,7 @@ struct OpenPort {
   std::vector<std::shared_ptr<const Memory>> memory;  // in order of registration; for Ports alone
 };
 
-/// Any thread may call any method except look() and release(), which belong to one thread.
+/// Any thread may call any method except poll() and release(), which belong to one thread.
 class Ports {
  public:
   using Open = std::function<Result<std::shared_ptr<Nic>>(const NicPlace&)>;
@@ -55,7 +55,7 @@ class Ports {
 
   /// Registers memory at every port and returns its index. Ports that do not reach it, and that no user
   /// named, are left out for good, unless none does. Else refuses it (kTransportUnavailable). To be called
-  /// before look().
+  /// before poll().
   Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
   std::vector<PortState> left_out() const;
   std::vector<LocalRegion> locals(size_t port) const;
@@ -63,7 +63,7 @@ class Ports {
 
   /// kLost: its device is gone. The holder of its queue pairs drops them and calls release(). kBack: the port
   /// may be used again, with other keys.
-  Change look(size_t port, int64_t now);
+  Change poll(size_t port, int64_t now);
   /// Returns at once. The device is only asked to end the queue pairs `served`, then closed.
   void release(size_t port, int64_t now, std::vector<std::unique_ptr<Qp>> served = {});
   /// Idempotent. Waits for an attempt to reopen a port.

@@ -105,7 +105,7 @@ class Incoming:
         if self._remote.has_let_go(request.request_id):
             self._release(request.request_id, "not_renewed")
             return 0, False
-        if incoming.awaited and not self._begun(request, incoming):
+        if incoming.is_pending and not self._try_begin(request, incoming):
             return (None, False) if request.request_id in self._requests else (0, False)
         if incoming.handoff is not None and not incoming.refused:
             if self.layout is None:
@@ -181,7 +181,7 @@ class Incoming:
     def _left(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, *, well: bool) -> None:
         if well:
             self._shared_leases.has_read(handoff)
-        last = self._shared_leases.leave(handoff, request_id)
+        last = self._shared_leases.release_later(handoff, request_id)
         if incoming.ask_again:
             self._leave(request_id, handoff)
         elif incoming.settles and well:
@@ -198,7 +198,7 @@ class Incoming:
             return
         self._stop_following(request_id, incoming)
         handoff = incoming.handoff
-        if handoff is not None and self._shared_leases.leave(handoff, request_id):
+        if handoff is not None and self._shared_leases.release_later(handoff, request_id):
             with self._guard.around("undo", request_id):
                 self._give_back(handoff, range(len(handoff.owners)), used=incoming.started)
 
@@ -245,7 +245,7 @@ class Incoming:
         incoming.handoff = None
         self._remote.forget(request_id)
         self._stop_following(request_id, incoming)
-        if self._shared_leases.leave(handoff, request_id):
+        if self._shared_leases.release_later(handoff, request_id):
             if incoming.ask_again:
                 self._leave(request_id, handoff)
             else:
@@ -266,7 +266,7 @@ class Incoming:
             self._counts["released"] += 1
             self._give_back(handoff, range(len(handoff.owners)), used=False)
 
-    def _begun(self, request: Any, incoming: AwaitedRequest) -> bool:
+    def _try_begin(self, request: Any, incoming: AwaitedRequest) -> bool:
         assert incoming.following is not None
         why_ended = incoming.following.why_ended
         came = incoming.following.take()
@@ -319,13 +319,13 @@ class Incoming:
     def _release(self, request_id: str, reason: str = "released") -> None:
         """Releases the lease, unless the handoff belongs to another request, or others are under its lease."""
         incoming = self._pop(request_id)
-        if incoming is not None and incoming.awaited and incoming.parts:
+        if incoming is not None and incoming.is_pending and incoming.parts:
             self._leave(request_id, incoming.parts[-1].handoff)
         if incoming is None or incoming.handoff is None or incoming.refused:
             return
         handoff = incoming.handoff
         read = self._shared_leases.was_read(handoff)
-        if not self._shared_leases.leave(handoff, request_id):
+        if not self._shared_leases.release_later(handoff, request_id):
             return
         self._counts[reason] += not read
         if incoming.ask_again:
@@ -340,7 +340,7 @@ class Incoming:
 
     def _leave_spent(self, request: Any, handoff: Handoff) -> None:
         self._pop(request.request_id)
-        self._shared_leases.leave(handoff, request.request_id)
+        self._shared_leases.release_later(handoff, request.request_id)
         request.kv_transfer_params["do_remote_prefill"] = False
         self._counts["used_already"] += 1
         _log.info(
@@ -352,7 +352,7 @@ class Incoming:
     def _leave(self, request_id: str, handoff: Handoff) -> None:
         others = (one.handoff for name, one in self._requests.items() if name != request_id)
         if not any(other is not None and other.seats == handoff.seats for other in others):
-            self._remote.leave(handoff)
+            self._remote.release_later(handoff)
 
     def _pop(self, request_id: str) -> AwaitedRequest | None:
         self._remote.forget(request_id)
@@ -387,6 +387,6 @@ class AwaitedRequest:
     """True if the router may come again with prefill's answer: the same handoff, under the same lease."""
 
     @property
-    def awaited(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether prefill has not sent a handoff yet."""
         return self.handoff is None and not self.refused

@@ -175,7 +175,7 @@ class RemoteLeases:
             owners = [handoff.owners[rank] for rank in ranks]
             self._control.in_background(self._release_all(handoff, owners), "leases not released")
 
-    def leave(self, handoff: Handoff) -> None:
+    def release_later(self, handoff: Handoff) -> None:
         """Releases all ranks, but later, and not at all if the same handoff is watched by then."""
         self._left[handoff.seats] = self._clock() + _AGAIN_S, handoff
 
@@ -312,7 +312,7 @@ class SharedLeases:
         shared = self._shared.get(key_of(handoff))
         return shared is not None and shared.read
 
-    def leave(self, handoff: Handoff, request_id: str) -> bool:
+    def release_later(self, handoff: Handoff, request_id: str) -> bool:
         """Removes a request. Returns whether it was the last under its lease; False if it was not under it."""
         key = key_of(handoff)
         shared = self._shared.get(key)

@@ -28,7 +28,7 @@ class SlotGroups:
         first = self._free.popleft()
         return tuple(LeaseSeat(first + index, _nonce(), _nonce()) for index in range(self._seats))
 
-    def give_back(self, seats: tuple[LeaseSeat, ...]) -> None:
+    def release(self, seats: tuple[LeaseSeat, ...]) -> None:
         """Frees the slots of leases that have ended on every worker."""
         self._free.append(seats[0].slot)
 

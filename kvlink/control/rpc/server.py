@@ -19,7 +19,7 @@ from kvlink.config.addresses import plain_host
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import DenialLog, LogQuota
 from kvlink.control.limits import HANDSHAKE_MS, MAX_CONNECTIONS, MAX_REPLY_BYTES, MAX_REQUEST_BYTES
-from kvlink.control.refusal import Reason, Refused, forget_frames, refusal_of
+from kvlink.control.refusal import Reason, RefusedError, forget_frames, refusal_of
 from kvlink.control.rpc.admission import Admission, refuse
 from kvlink.control.rpc.call_counts import CallCounts
 from kvlink.control.rpc.call_spans import traced
@@ -221,7 +221,7 @@ class GrpcServer:
         self._denials.note(path, peer, "no token of this host")
 
     def _admit(self, method: Method[Any, Any], context: _Context) -> None:
-        """Checks the caller and stores it for the running task. Raises Refused (DENIED)."""
+        """Checks the caller and stores it for the running task. Raises RefusedError (DENIED)."""
         metadata = dict(context.invocation_metadata() or ())
         found = Caller()
         if self._gate is not None:
@@ -246,7 +246,7 @@ class GrpcServer:
         try:
             await asyncio.wait([stream])
             if stream.cancelled():
-                raise Refused(Reason.NOT_READY, "the server is shutting down; retry")
+                raise RefusedError(Reason.NOT_READY, "the server is shutting down; retry")
             stream.result()
         except Exception as error:
             self._refuse(context, method, error)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import NamedTuple
 
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security.keys import COORDINATOR, listed, tenant_name, tenants_in
 
 EVERY_TENANT = "*"
@@ -51,7 +51,7 @@ class Caller(NamedTuple):
 
 
 Gate = Callable[[str, Sequence[str], str], Caller]
-"""Maps (method, names in the certificate, token or "") to the caller. Raises Refused (DENIED)."""
+"""Maps (method, names in the certificate, token or "") to the caller. Raises RefusedError (DENIED)."""
 
 _ANYBODY = Caller()
 _caller: ContextVar[Caller] = ContextVar("kvlink_caller")
@@ -85,13 +85,13 @@ def set_caller(found: Caller) -> None:
 
 
 def caller_by_certificate(names: Sequence[str]) -> Caller:
-    """Returns the caller that the names in a certificate identify. Raises Refused (DENIED)."""
+    """Returns the caller that the names in a certificate identify. Raises RefusedError (DENIED)."""
     tenants = tenants_in(names)
     if len(tenants) == 1:
         return Caller(tenants[0])
     if COORDINATOR in names:
         return Caller(EVERY_TENANT, Role.OBSERVER)
-    raise Refused(
+    raise RefusedError(
         Reason.DENIED,
         f"your certificate ({listed(names)}) names {len(tenants)} tenants, not one: issue it with the DNS name "
         f"{tenant_name('tenant')} of its tenant (for development: `kvlink certs worker --tenant NAME`), or "
@@ -100,15 +100,15 @@ def caller_by_certificate(names: Sequence[str]) -> Caller:
 
 
 def check_right(caller: Caller, method: str) -> None:
-    """Raises Refused (DENIED) if the caller's role may not make the call."""
+    """Raises RefusedError (DENIED) if the caller's role may not make the call."""
     if caller.role is Role.OBSERVER and method not in _OBSERVERS_CALL:
-        raise Refused(Reason.DENIED, f"you are an observer here and may not call {method}; workers may")
+        raise RefusedError(Reason.DENIED, f"you are an observer here and may not call {method}; workers may")
 
 
 def coordinator_gate(method: str, names: Sequence[str], token: str) -> Caller:
     """Is the gate of a coordinator without a tenants file: identifies callers by their certificates."""
     if token:
-        raise Refused(
+        raise RefusedError(
             Reason.DENIED,
             "the coordinator has no tenants file to look the token up in: start it with --tenants FILE",
         )
@@ -124,7 +124,7 @@ def agent_gate(tenant: str) -> Gate:
         if method == _COORDINATORS_CALL and COORDINATOR in names:
             return Caller(EVERY_TENANT, Role.OBSERVER)
         if tenants_in(names) != [tenant]:
-            raise Refused(
+            raise RefusedError(
                 Reason.DENIED,
                 f"this worker belongs to tenant {tenant!r} and answers only certificates with the DNS name "
                 f"{tenant_name(tenant)}; yours has {listed(names)}",

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.security.callers import EVERY_TENANT, Caller, Role, check_right
 from kvlink.control.security.keys import listed, tenant_name
 from kvlink.control.security.own_file import mode_of
@@ -75,11 +75,13 @@ class TenantsFile(ReloadingFile[Rules]):
         super().__init__([path], lambda: Rules(parse(_read(path), str(path))), look_every_s)
 
     def __call__(self, method: str, names: Sequence[str], token: str) -> Caller:
-        """Returns the caller. Raises Refused (DENIED)."""
+        """Returns the caller. Raises RefusedError (DENIED)."""
         found = self.current().find(tuple(names), token)
         if found is None:
             asked = "your token" if token else f"a certificate with {listed(names)}"
-            raise Refused(Reason.DENIED, f"no rule of the coordinator's tenants file fits {asked}; add one")
+            raise RefusedError(
+                Reason.DENIED, f"no rule of the coordinator's tenants file fits {asked}; add one"
+            )
         check_right(found, method)
         return found
 

@@ -17,7 +17,7 @@ __all__ = ["Store"]
 class Store(Protocol):
     """Keeps workers, tickets, claims and settle orders. tests/control/store/ tests this contract.
 
-    Every call may raise `Refused` and nothing else. A store belongs to one event loop. It drops a Feed that its
+    Every call may raise `RefusedError` and nothing else. A store belongs to one event loop. It drops a Feed that its
     consumer closes or that falls behind. Frequent operations return futures, so that many run at once without tasks.
     What a worker does itself (`join`, `beat`, `leave`, `check_own`, `offer`, `orders`) is refused to other processes
     (DENIED), which `is_caller` tells apart.
@@ -36,10 +36,10 @@ class Store(Protocol):
         """Removes this epoch of a worker and its offers. Another epoch is left alone."""
 
     async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
-        """Returns the card of a joined worker. Epoch 0 accepts any epoch. Refused: UNKNOWN, RESTARTED."""
+        """Returns the card of a joined worker. Epoch 0 accepts any epoch. RefusedError: UNKNOWN, RESTARTED."""
 
     async def check_own(self, worker_id: str, epoch: int) -> None:
-        """Returns if the caller is this epoch of a joined worker. Refused: NOT_JOINED, RESTARTED."""
+        """Returns if the caller is this epoch of a joined worker. RefusedError: NOT_JOINED, RESTARTED."""
 
     async def workers(self) -> list[WorkerCard]:
         """Returns the cards of all joined workers."""
@@ -50,23 +50,23 @@ class Store(Protocol):
     def offer(self, offer: Offer) -> asyncio.Future[None]:
         """Stores a ticket of a joined worker. A ticket that the store has, or has already given out, changes nothing.
 
-        Refused: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
+        RefusedError: NOT_JOINED, RESTARTED, MALFORMED, TOO_MANY.
         """
 
     def claim(self, claim: Claim) -> EagerFuture[list[bytes]]:
         """Returns the tickets once every rank has offered. Cancel the future to stop waiting.
 
-        Refused: EXPIRED, UNKNOWN, TOO_MANY.
+        RefusedError: EXPIRED, UNKNOWN, TOO_MANY.
         """
 
-    def give_back(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """Makes the tickets of a claim that was answered or cancelled available again if its reader did not take them.
 
         Never raises.
         """
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
-        """Forwards an order to its worker's `orders`. Refused: UNKNOWN, RESTARTED, TOO_MANY."""
+        """Forwards an order to its worker's `orders`. RefusedError: UNKNOWN, RESTARTED, TOO_MANY."""
 
     async def orders(self, worker_id: str, epoch: int) -> Feed[SettleOrder]:
         """Returns the feed of a joined worker's settle orders, with queued ones. Ends an earlier feed of the worker."""

@@ -23,7 +23,7 @@ _LATE = 0.1
 def grant(last: Incarnation | None, card: WorkerCard, rejoin: bool) -> int:
     """Returns the epoch of a process that joins where `last` was the last known one.
 
-    Raises Refused (REPLACED, and DENIED if the caller is another process).
+    Raises RefusedError (REPLACED, and DENIED if the caller is another process).
     """
     if not is_caller(card.incarnation):
         raise refusals.not_the_caller(card.worker_id)
@@ -59,7 +59,7 @@ class Members:
         return len(self._cards)
 
     def join(self, card: WorkerCard, rejoin: bool, now: float) -> tuple[int, list[WorkerChange]]:
-        """Admits a process and returns its epoch. Raises Refused (REPLACED, TOO_MANY, DENIED)."""
+        """Admits a process and returns its epoch. Raises RefusedError (REPLACED, TOO_MANY, DENIED)."""
         if card.worker_id not in self._cards and len(self._cards) >= self._limits.workers:
             raise refusals.too_many_workers(len(self._cards))
         before = self._cards.get(card.worker_id)
@@ -88,7 +88,7 @@ class Members:
                 del self._incarnations[oldest]
 
     def beat(self, worker_id: str, epoch: int, now: float) -> bool:
-        """Renews a lease. Returns False if this epoch of the worker is not joined. Raises Refused (DENIED)."""
+        """Renews a lease. Returns False if this epoch of the worker is not joined. Raises RefusedError (DENIED)."""
         if not self.runs(worker_id, epoch):
             return False
         self.check_caller(worker_id)
@@ -100,7 +100,7 @@ class Members:
         self._excused.discard(worker_id)
 
     def leave(self, worker_id: str, epoch: int) -> list[WorkerChange]:
-        """Removes a worker unless it runs under another epoch. Raises Refused (DENIED)."""
+        """Removes a worker unless it runs under another epoch. Raises RefusedError (DENIED)."""
         if not self.runs(worker_id, epoch):
             return []
         self.check_caller(worker_id)
@@ -112,12 +112,12 @@ class Members:
         return card is not None and card.epoch == epoch
 
     def check_caller(self, worker_id: str) -> None:
-        """Raises Refused (DENIED) unless the caller is this joined worker. REQUIRES that it is joined."""
+        """Raises RefusedError (DENIED) unless the caller is this joined worker. REQUIRES that it is joined."""
         if not is_caller(self._cards[worker_id].incarnation):
             raise refusals.not_the_caller(worker_id)
 
     def card(self, worker_id: str, epoch: int) -> WorkerCard:
-        """Returns the card of a worker. Epoch 0 accepts any epoch. Raises Refused (UNKNOWN, RESTARTED)."""
+        """Returns the card of a worker. Epoch 0 accepts any epoch. Raises RefusedError (UNKNOWN, RESTARTED)."""
         card = self._cards.get(worker_id)
         if card is None:
             raise refusals.not_joined(worker_id)

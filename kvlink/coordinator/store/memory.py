@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.values import Claim, CoordinatorStatus, Offer, SettleOrder, StoreHealth, WorkerChanges
@@ -90,7 +90,7 @@ class MemoryStore:
             self._num_offered += 1
             now = self._clock()
             answers = self._offers.offer(offer, now)
-        except Refused as refused:
+        except RefusedError as refused:
             return _failed(refused)
         if answers:
             self._answer(answers)
@@ -105,7 +105,7 @@ class MemoryStore:
                 self._wait(claim, answer)
             else:
                 answer.set_result(tickets)
-        except Refused as refused:
+        except RefusedError as refused:
             answer.set_exception(refused)
         return answer
 
@@ -117,8 +117,8 @@ class MemoryStore:
         answer.on_cancel = self._offers.waiting.remove
         self._alarm.set(due)
 
-    def give_back(self, claim: Claim) -> None:  # noqa: D102
-        self._answer(self._offers.give_back(claim, self._clock(), self._members.runs))
+    def release(self, claim: Claim) -> None:  # noqa: D102
+        self._answer(self._offers.release(claim, self._clock(), self._members.runs))
         self._alarm.set(self._offers.next_deadline())
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:  # noqa: D102
@@ -126,7 +126,7 @@ class MemoryStore:
             self._members.card(order.worker_id, order.epoch)
             if not self._orders_of(order.worker_id, order.epoch).put(order):
                 raise refusals.too_many_orders(order.worker_id, self._limits.pending_settles)
-        except Refused as refused:
+        except RefusedError as refused:
             return _failed(refused)
         self._num_settle_orders += 1
         return self._done
@@ -222,11 +222,11 @@ class MemoryStore:
             raise self._not_running(worker_id, epoch)
         self._members.check_caller(worker_id)
 
-    def _not_running(self, worker_id: str, epoch: int) -> Refused:
+    def _not_running(self, worker_id: str, epoch: int) -> RefusedError:
         try:
             running = self._members.card(worker_id, 0).epoch
-        except Refused as unknown:
-            return Refused(Reason.NOT_JOINED, unknown.sentence)
+        except RefusedError as unknown:
+            return RefusedError(Reason.NOT_JOINED, unknown.sentence)
         return refusals.restarted(worker_id, epoch, running)
 
 
@@ -238,7 +238,7 @@ def _tell(answer: Answer[EagerFuture[list[bytes]]]) -> None:
         waiter.set_exception(refused)
 
 
-def _failed(refused: Refused) -> asyncio.Future[None]:
+def _failed(refused: RefusedError) -> asyncio.Future[None]:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     failed.set_exception(refused)
     return failed

@@ -12,12 +12,12 @@ from typing import Generic
 
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Refused
+from kvlink.control.refusal import RefusedError
 from kvlink.control.values import Claim, Offer
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.waiting_claims import MAX_DUE, W, WaitingClaims
 
-Answer = tuple[W, list[bytes], Refused | None]
+Answer = tuple[W, list[bytes], RefusedError | None]
 """Says that a waiting claim ended: (waiter, tickets, refusal or None). It is a tuple because there are many."""
 
 
@@ -67,7 +67,7 @@ class PendingOffers(Generic[W]):
         """Maps those keys in `_tickets` whose worker is gone to why. They end a few at a time, or when asked for."""
         self.waiting: WaitingClaims[W] = WaitingClaims(limits)
         """The claims that `take` could not answer."""
-        self._ended: OrderedDict[str, _Claimed | Refused] = OrderedDict()
+        self._ended: OrderedDict[str, _Claimed | RefusedError] = OrderedDict()
         self._claimed: OrderedDict[str, int] = OrderedDict()
         """Maps those requests in `_ended` that hold tickets to the bytes of their tickets."""
         self._claimed_until: Deadlines[str] = Deadlines()
@@ -82,7 +82,7 @@ class PendingOffers(Generic[W]):
         return len(self._tickets) - len(self._dropped)
 
     def offer(self, offer: Offer, now: float) -> list[Answer[W]]:
-        """Stores a ticket, replacing the rank's last one. Raises Refused (MALFORMED, TOO_MANY)."""
+        """Stores a ticket, replacing the rank's last one. Raises RefusedError (MALFORMED, TOO_MANY)."""
         request_id, worker_id, _, ttl_s, rank, num_ranks, num_seats, ticket = offer
         self._end_dropped(request_id)
         ended = self._ended.get(request_id)
@@ -123,7 +123,7 @@ class PendingOffers(Generic[W]):
         return answers
 
     def take(self, claim: Claim) -> list[bytes] | None:
-        """Returns the tickets if every rank has offered, else None. Raises Refused if the request ended unclaimed."""
+        """Returns the tickets if every rank has offered, else None. Raises RefusedError if it ended unclaimed."""
         self._end_dropped(claim.request_id)
         request = self._requests.get(claim.request_id)
         if request is not None and len(request.ranks) == request.num_ranks:
@@ -132,10 +132,10 @@ class PendingOffers(Generic[W]):
         if isinstance(ended, _Claimed):
             return ended.tickets if claim.claim_id and claim.claim_id in ended.claim_ids else None
         if ended is not None and request is None and not self.waiting.of(claim.request_id):
-            raise Refused(ended.reason, ended.sentence)
+            raise RefusedError(ended.reason, ended.sentence)
         return None
 
-    def give_back(
+    def release(
         self, claim: Claim, now: float, runs: Callable[[str, int], bool] = lambda worker_id, epoch: True
     ) -> list[Answer[W]]:
         """Makes the tickets of an answered claim available again, because its reader did not take them.
@@ -162,7 +162,7 @@ class PendingOffers(Generic[W]):
         try:
             for offer in given.offers:
                 answers += self.offer(offer._replace(ttl_s=given.lasts_until - now), now)
-        except Refused:  # there is no longer room for them
+        except RefusedError:  # there is no longer room for them
             self._prune(name, request)
         return answers
 
@@ -239,14 +239,14 @@ class PendingOffers(Generic[W]):
             answers.append((waiter, self._serve(request, claim), None))
         return answers
 
-    def _drop(self, request_id: str, rank: int, why: Refused) -> None:
+    def _drop(self, request_id: str, rank: int, why: RefusedError) -> None:
         request = self._requests[request_id]
         request.tickets = []
         self._forget([request.ranks.pop(rank)])
         self._end(request_id, why)
         self._prune(request_id, request)
 
-    def _end(self, request_id: str, how: _Claimed | Refused) -> None:
+    def _end(self, request_id: str, how: _Claimed | RefusedError) -> None:
         self._remember_no_more(request_id)
         self._ended[request_id] = how
         if len(self._ended) > self._limits.remembered_requests:

@@ -34,7 +34,7 @@ class WaitingClaims(Generic[W]):
         return len(self._claims)
 
     def add(self, claim: Claim, waiter: W, due: float) -> None:
-        """Adds a claim that times out at `due`. Raises Refused (TOO_MANY)."""
+        """Adds a claim that times out at `due`. Raises RefusedError (TOO_MANY)."""
         if len(self) >= self._limits.waiting_claims:
             raise refusals.too_many_claims(len(self))
         self._claims[waiter] = claim

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import pytest
 
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.values import Claim
 from kvlink.coordinator.store import Store
 from kvlink.coordinator.store.etcd import EtcdStore
@@ -92,8 +92,8 @@ def etcd_stage(request: pytest.FixtureRequest) -> Stage:
 STAGES: dict[str, Callable[[pytest.FixtureRequest], Stage]] = {"memory": memory_stage, "etcd": etcd_stage}
 
 
-async def refused(call: Awaitable[object]) -> Refused:
-    with pytest.raises(Refused) as caught:
+async def refused(call: Awaitable[object]) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
         await call
     return caught.value
 

@@ -11,7 +11,7 @@ import pytest
 from control.cards import make_card, make_offer
 from control.store.stages import LEASE_S, Stage, gone, refused, started
 
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.values import Claim, SettleOrder
 from kvlink.coordinator.store import Store
 from kvlink.coordinator.store.memory import MemoryStore
@@ -387,6 +387,6 @@ async def test_a_watch_that_nobody_reads_ends_and_says_why() -> None:
             if epoch % 100 == 0:
                 read.drain()
         assert len(unread.drain()) == 1_024
-        with pytest.raises(Refused, match="fell behind"):
+        with pytest.raises(RefusedError, match="fell behind"):
             await asyncio.wait_for(anext(unread), 10.0)
         assert read.drain()[-1][-1].card.epoch == 1_099

@@ -27,7 +27,7 @@ struct Side {
     if (const char* nics = std::getenv("KVLINK_NICS"))
       options.transport.nics = std::vector<NicOption>{{.port = nics}};
     engine = std::move(*Engine::make(options));
-    if (transport == "verbs" && on_device) engine->bounce(transport, "no NIC reaches a fake device");
+    if (transport == "verbs" && on_device) engine->force_bounce(transport, "no NIC reaches a fake device");
     EXPECT_TRUE(engine->add_pool_region(range()).ok());
     const Status started = engine->start();
     EXPECT_TRUE(started.ok()) << started.what();

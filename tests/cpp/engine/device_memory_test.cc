@@ -29,7 +29,7 @@ bool mentions(const std::string& text, const std::string& part) { return text.fi
 TransportAccess access_of(const std::string& transport, FakeDevice& gpu, MakeDeviceCopier make_copier,
                           uint64_t bounce_bytes = Bounce::kLeastBytes, const std::string& why = {}) {
   const auto engine = make(transport, std::move(make_copier), bounce_bytes);
-  if (!why.empty()) engine->bounce(transport, why);
+  if (!why.empty()) engine->force_bounce(transport, why);
   EXPECT_TRUE(engine->add_pool_region(gpu.range()).ok());
   EXPECT_TRUE(engine->start().ok());
   const TransportAccess access = engine->access().front();

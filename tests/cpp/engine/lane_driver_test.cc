@@ -58,7 +58,7 @@ TEST_P(HeldLaneTest, WakesTheDriverOfAPullThatIsUnderWay) {
 TEST_P(HeldLaneTest, LetsAnIdleDriverSleep) {
   start({window(16 << 10), window(48 << 10)}, false);
   hold();
-  if (lanes[0]->unsent()) lanes[0]->drive();
+  if (lanes[0]->has_unflushed_writes()) lanes[0]->drive();
   EXPECT_EQ(driver->wakes, 0);
 }
 
@@ -95,10 +95,10 @@ TEST_F(LaneTest, AnInlinePullThatIsNotOverWakesTheDriver) {
 TEST_F(LaneTest, ASettleThatIsUnderWayIsLookedFor) {
   start({window(16 << 10), window(48 << 10)}, false);
   ASSERT_TRUE(lanes[0]->settle({kSlot, 1}));
-  EXPECT_TRUE(lanes[0]->unsent());
+  EXPECT_TRUE(lanes[0]->has_unflushed_writes());
   EXPECT_EQ(driver->doze_wakes, 1);
   lanes[0]->drive();
-  EXPECT_FALSE(lanes[0]->unsent());
+  EXPECT_FALSE(lanes[0]->has_unflushed_writes());
 }
 
 /// It may copy for another pull meanwhile.
@@ -113,12 +113,12 @@ TEST_F(LaneTest, ASettleDoesNotWaitForWhoHoldsTheLane) {
     driver->doze_wakes = 0;
   };
   lanes[0]->check_idle(true);
-  EXPECT_TRUE(lanes[0]->unsent());
+  EXPECT_TRUE(lanes[0]->has_unflushed_writes());
   EXPECT_EQ(driver->doze_wakes, 1) << "who held it says that work is left";
   lanes[0]->drive();
   lanes[0]->drive();
   EXPECT_EQ(endpoint(0).words_, (std::vector{std::array<uint64_t, 2>{settled_offset(kSlot), 7}}));
-  EXPECT_FALSE(lanes[0]->unsent());
+  EXPECT_FALSE(lanes[0]->has_unflushed_writes());
   EXPECT_TRUE(lanes[0]->take_lost().empty());
 }
 

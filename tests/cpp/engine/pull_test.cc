@@ -63,7 +63,7 @@ struct PullTest : TransferTest {
 
   /// The first attempt has been asked for.
   void wait_for_owners(int64_t deadline = kLate, uint32_t num_sources = 0) {
-    Relaying relaying;
+    RelayContext relaying;
     if (num_sources > 0) relaying = {num_sources, [this] { failed(); }};
     pull = Pull::waiting(deadline, control, relaying);
     pull->begin();

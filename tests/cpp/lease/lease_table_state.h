@@ -63,7 +63,7 @@ struct LeaseTableState {
   static LeaseTableState of(const LeaseTable& table) {
     return {table.free_,        table.records_,    table.deadlines_,      table.leases_,
             table.readers_,     table.to_fence_,   table.ended_leases_,   table.random_,
-            table.ended_slots_, table.late_slots_, table.looked_ns_,      table.stood_still_ns_,
+            table.ended_slots_, table.late_slots_, table.looked_ns_,      table.paused_ns_,
             table.num_active(), table.soft_,       table.num_soft_ended_, table.num_expiring_soft_};
   }
   static const void* num_active_of(const LeaseTable& table) { return &table.num_active_; }
@@ -80,7 +80,7 @@ struct LeaseTableState {
     table.ended_slots_ = ended_slots;
     table.late_slots_ = late_slots;
     table.looked_ns_ = looked_ns;
-    table.stood_still_ns_ = stood_still_ns;
+    table.paused_ns_ = stood_still_ns;
     table.num_active_ = num_active;
     table.soft_ = soft;
     table.num_soft_ended_ = num_soft_ended;

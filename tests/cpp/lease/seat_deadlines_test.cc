@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lease/lease_table.h"
-
 #include <gtest/gtest.h>
 
 #include <random>
 #include <vector>
+
+#include "lease/lease_table.h"
 
 namespace kvlink {
 namespace {

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvlink.control.limits import Limits
 from kvlink.control.now import now
-from kvlink.control.refusal import Reason, Refused
+from kvlink.control.refusal import Reason, RefusedError
 from kvlink.control.rpc.eager_future import EagerFuture
 from kvlink.control.rpc.feed import Feed
 from kvlink.control.security import Trust
@@ -76,7 +76,7 @@ class EtcdStore:
     async def start(self) -> None:
         """Returns when etcd has been read, or after 2.5 s. Until it has been read, calls are refused (NOT_READY)."""
         self._sync.start()
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(RefusedError):
             await self._wait_for_state(_LOADING_S)
 
     async def join(self, card: WorkerCard, rejoin: bool) -> int:
@@ -109,7 +109,7 @@ class EtcdStore:
         return feed
 
     def offer(self, offer: Offer) -> asyncio.Future[None]:
-        return self._begun(self._offer, offer)
+        return self._try_begin(self._offer, offer)
 
     async def _offer(self, offer: Offer) -> None:
         await self._offers.offer(offer)
@@ -122,16 +122,16 @@ class EtcdStore:
                 raise refusals.closing()
             self._check_not_lost()
             self._claims.claim(claim, answer, self._clock())
-        except Refused as refused:
+        except RefusedError as refused:
             answer.set_exception(refused)
         self._arm()
         return answer
 
-    def give_back(self, claim: Claim) -> None:
-        self._begun(self._claims.give_back, claim)
+    def release(self, claim: Claim) -> None:
+        self._try_begin(self._claims.release, claim)
 
     def settle(self, order: SettleOrder) -> asyncio.Future[None]:
-        return self._begun(self._settle, order)
+        return self._try_begin(self._settle, order)
 
     async def _settle(self, order: SettleOrder) -> None:
         await self._settle_orders.settle(order)
@@ -201,7 +201,7 @@ class EtcdStore:
         why = refusals.store_is_lost(repr(self._etcd))
         self._claims.refuse_all(why)
         for feed in list(self._watchers):
-            feed.close(Refused(why.reason, why.sentence))
+            feed.close(RefusedError(why.reason, why.sentence))
 
     def _check_not_lost(self) -> None:
         if self._etcd.health.is_lost:
@@ -221,7 +221,7 @@ class EtcdStore:
         self._arm()
 
     async def _guarded(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a call when the state has been read. Raises Refused and nothing else."""
+        """Runs a call when the state has been read. Raises RefusedError and nothing else."""
         try:
             if not self._sync.loaded.is_set():
                 await self._wait_for_state(_LOADING_S / 5)
@@ -237,12 +237,12 @@ class EtcdStore:
         try:
             await asyncio.wait_for(self._sync.loaded.wait(), timeout_s)
         except asyncio.TimeoutError:
-            raise Refused(
+            raise RefusedError(
                 Reason.NOT_READY,
                 f"the coordinator has not yet read its store, {self._etcd!r}: it is not running or too slow; retry",
             ) from None
 
-    def _begun(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:
+    def _try_begin(self, call: Callable[[T], Awaitable[None]], value: T) -> asyncio.Task[None]:
         task = start_awaited(self._guarded(call, value))
         self._pending.add(task)
         task.add_done_callback(guarded("etcd calls", self._note_end))

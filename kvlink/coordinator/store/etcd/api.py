@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from kvlink.control.codec import Codec, Method
 from kvlink.control.denials import LogQuota
 from kvlink.control.now import now
-from kvlink.control.refusal import Reason, Refused, refusal_of
+from kvlink.control.refusal import Reason, RefusedError, refusal_of
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.stream import Stream
 from kvlink.control.security import Trust
@@ -326,21 +326,21 @@ class StoreFull(CoordinatorError):
     """etcd has reached its quota (NOSPACE). It refuses writes, but reads, deletions and renewals continue."""
 
 
-def as_refusal(error: BaseException) -> Refused:
+def as_refusal(error: BaseException) -> RefusedError:
     """Returns the refusal that a failed call of the store raises."""
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedError):
         return error
     if isinstance(error, CoordinatorUnavailable):
-        return Refused(
+        return RefusedError(
             Reason.NOT_READY,
             f"the coordinator does not reach its store: {error}. Connected workers continue without it; retry",
         )
     if isinstance(error, StoreFull):
-        return Refused(
+        return RefusedError(
             Reason.TOO_MANY,
             f"the coordinator's store is full: {error}. Compact it, defragment it and disarm its alarm as the "
             "operator's guide describes, then retry",
         )
     if isinstance(error, CoordinatorError):
-        return Refused(Reason.FAILED, f"the coordinator's store refused the call: {error}")
+        return RefusedError(Reason.FAILED, f"the coordinator's store refused the call: {error}")
     return refusal_of(error)

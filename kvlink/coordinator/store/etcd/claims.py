@@ -12,7 +12,7 @@ from functools import partial
 from kvlink.control.codec import StoredRecords
 from kvlink.control.denials import LogQuota
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Refused, named
+from kvlink.control.refusal import RefusedError, named
 from kvlink.control.values import Claim, Claimed
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd.api import Etcd, after, as_refusal, delete, put, unchanged
@@ -75,7 +75,7 @@ class EtcdClaims:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def claim(self, claim: Claim, answer: asyncio.Future[list[bytes]], now: float) -> None:
-        """Answers the claim now or later. Raises Refused (TOO_MANY)."""
+        """Answers the claim now or later. Raises RefusedError (TOO_MANY)."""
         waiter = _Waiter(claim, answer)
         does_not_wait = claim.timeout_s == 0
         self._waiting.add(claim, waiter, now + (_NEVER_S if does_not_wait else claim.timeout_s))
@@ -89,7 +89,7 @@ class EtcdClaims:
         if asking is not None:
             asking.cancel()
 
-    async def give_back(self, claim: Claim) -> None:
+    async def release(self, claim: Claim) -> None:
         """Removes a reader that did not take its tickets from the record. Its change then serves the waiting claims."""
         key = self._layout.claim_record(claim.request_id)
         reader = claim.reader, claim.claim_id
@@ -125,10 +125,10 @@ class EtcdClaims:
         """Refuses claims that have timed out."""
         for_each("store timer", self._refuse, self._waiting.due(now))
 
-    def refuse_all(self, why: Refused) -> None:
+    def refuse_all(self, why: RefusedError) -> None:
         """Refuses all waiting claims."""
         for waiter in self._waiting.all():
-            waiter.refuse(Refused(why.reason, why.sentence))
+            waiter.refuse(RefusedError(why.reason, why.sentence))
 
     def serve_waiters(self, request_id: str) -> None:
         """Serves the waiting claims of a request, one after the other."""
@@ -213,7 +213,7 @@ class EtcdClaims:
             self._refuse(waiter)
         except Exception as error:
             waiter.refuse(as_refusal(error))
-            if not isinstance(error, (KVLinkError, Refused)):
+            if not isinstance(error, (KVLinkError, RefusedError)):
                 raise
 
     async def _catch_up(self, request_id: str) -> None:

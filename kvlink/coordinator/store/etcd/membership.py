@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvlink.control.codec import StoredRecords
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Reason, Refused, named
+from kvlink.control.refusal import Reason, RefusedError, named
 from kvlink.control.security import is_caller
 from kvlink.control.values import Incarnation
 from kvlink.coordinator.store import refusals
@@ -52,7 +52,7 @@ def _check_caller(member: Member) -> Member:
 
 
 class Membership:
-    """Joins, renews and removes workers in etcd. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
+    """Joins, renews and removes workers in etcd. Raises RefusedError, CoordinatorUnavailable."""
 
     def __init__(
         self, etcd: Etcd, layout: Keys, mirror: Mirror, sync: Sync, lease_s: float, limits: Limits
@@ -115,7 +115,7 @@ class Membership:
         """Implements Store.beat."""
         try:
             member = await self.own(worker_id, epoch)
-        except Refused as refused:
+        except RefusedError as refused:
             if refused.reason in (Reason.NOT_JOINED, Reason.RESTARTED):
                 return False
             raise
@@ -139,7 +139,7 @@ class Membership:
             await self._end(seen.member.lease)
 
     async def member(self, worker_id: str, epoch: int, absent: Reason = Reason.UNKNOWN) -> Member:
-        """Returns a joined worker. Epoch 0 accepts any epoch. Refused: `absent`, RESTARTED.
+        """Returns a joined worker. Epoch 0 accepts any epoch. RefusedError: `absent`, RESTARTED.
 
         It asks etcd if the mirror does not have the worker under this epoch.
         """
@@ -153,7 +153,7 @@ class Membership:
         return member
 
     async def own(self, worker_id: str, epoch: int) -> Member:
-        """Returns a joined worker whose process is the caller. Refused: NOT_JOINED, RESTARTED, DENIED."""
+        """Returns a joined worker whose process is the caller. RefusedError: NOT_JOINED, RESTARTED, DENIED."""
         member = await self.member(worker_id, epoch, Reason.NOT_JOINED)
         if member.card.epoch != epoch:  # 0 stands for any epoch only where a worker is looked up
             raise refusals.restarted(worker_id, epoch, member.card.epoch)

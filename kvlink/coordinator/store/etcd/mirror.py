@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvlink.control.codec import StoredRecords
 from kvlink.control.deadlines import Deadlines
 from kvlink.control.limits import Limits
-from kvlink.control.refusal import Refused
+from kvlink.control.refusal import RefusedError
 from kvlink.control.values import Incarnation, SettleOrder, WorkerChanges
 from kvlink.coordinator.store import refusals
 from kvlink.coordinator.store.etcd import keys
@@ -68,7 +68,7 @@ class Mirror:
         self.orders: dict[str, dict[bytes, SettleOrder]] = {}
         self.due: Deadlines[tuple[str, int]] = Deadlines()
         self._free: dict[str, set[tuple[str, int]]] = {}
-        self._ended: OrderedDict[str, Refused] = OrderedDict()
+        self._ended: OrderedDict[str, RefusedError] = OrderedDict()
         self.num_free = self.card_bytes = 0
         self.num_expired = 0
         self.num_lost = 0
@@ -262,12 +262,12 @@ class Mirror:
         """Returns the number of a worker's tickets that can be claimed."""
         return len(self._free.get(worker_id, ()))
 
-    def why_ended(self, request_id: str) -> Refused | None:
+    def why_ended(self, request_id: str) -> RefusedError | None:
         """Returns why a request ended unclaimed, or None if it did not or was offered again."""
         ended = self._ended.get(request_id)
-        return Refused(ended.reason, ended.sentence) if ended is not None else None
+        return RefusedError(ended.reason, ended.sentence) if ended is not None else None
 
-    def _why_gone(self, request_id: str, ticket: Ticket) -> Refused:
+    def _why_gone(self, request_id: str, ticket: Ticket) -> RefusedError:
         worker_id = ticket.offer.worker_id
         member = self.members.get(worker_id)
         if member is None:
@@ -284,7 +284,7 @@ class Mirror:
         known = self.incarnations.get(worker_id)
         return known is not None and known[0].left
 
-    def _end(self, request_id: str, why: Refused) -> None:
+    def _end(self, request_id: str, why: RefusedError) -> None:
         self._ended[request_id] = why
         if len(self._ended) > self._limits.remembered_requests:
             self._ended.popitem(last=False)

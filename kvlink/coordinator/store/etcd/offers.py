@@ -38,7 +38,7 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class EtcdOffers:
-    """Writes and deletes tickets in etcd. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
+    """Writes and deletes tickets in etcd. Raises RefusedError, or CoordinatorUnavailable if etcd does not answer."""
 
     _layout: Keys
     _mirror: Mirror
@@ -72,7 +72,7 @@ class EtcdOffers:
         raise refusals.write_conflict(f"request {named(offer.request_id)}", MAX_TRIES)
 
     def _admit(self, offer: Offer) -> _Stored:
-        """Returns what the mirror has of this rank. Raises Refused (MALFORMED, TOO_MANY)."""
+        """Returns what the mirror has of this rank. Raises RefusedError (MALFORMED, TOO_MANY)."""
         request = self._mirror.requests.get(offer.request_id)
         if request is None:
             self._check_room(offer)

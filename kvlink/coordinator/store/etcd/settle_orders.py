@@ -52,7 +52,7 @@ class _Orders(Feed[SettleOrder]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SettleOrders:
-    """Writes and forwards settle orders. Raises Refused, or CoordinatorUnavailable if etcd does not answer."""
+    """Writes and forwards settle orders. Raises RefusedError, or CoordinatorUnavailable if etcd does not answer."""
 
     _layout: Keys
     _mirror: Mirror

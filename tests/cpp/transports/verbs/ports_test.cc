@@ -112,7 +112,7 @@ class VerbsPorts : public ::testing::Test {
   void lose() {
     device.fatal = true;
     ports->at(0)->nic->take_events();
-    ASSERT_EQ(ports->look(0, now), Ports::Change::kLost);
+    ASSERT_EQ(ports->poll(0, now), Ports::Change::kLost);
     ports->release(0, now);
   }
   /// Looks every 250 ms of made-up time, in which jobs take none.
@@ -121,7 +121,7 @@ class VerbsPorts : public ::testing::Test {
       now += 250'000'000;
       for (int look = 0; look < 2; ++look) {  // one begins a job, one sees how it ended
         await_job();
-        if (ports->look(0, now) == Ports::Change::kBack) return Ports::Change::kBack;
+        if (ports->poll(0, now) == Ports::Change::kBack) return Ports::Change::kBack;
       }
     }
     await_job();
@@ -224,7 +224,7 @@ TEST_F(VerbsPorts, ClosingEndsTheSearch) {
   device.present = false;
   lose();
   ports->close();
-  EXPECT_EQ(ports->look(0, now + 60'000'000'000), Ports::Change::kNone);
+  EXPECT_EQ(ports->poll(0, now + 60'000'000'000), Ports::Change::kNone);
   EXPECT_EQ(device.num_attempts, 0);
 }
 
@@ -274,11 +274,11 @@ TEST(VerbsNode, ARemovalThatNoEventTellsOfIsSeen) {
   const auto path = std::filesystem::temp_directory_path() / ("nic-" + std::to_string(::getpid()));
   std::filesystem::create_directory(path);
   const auto nic = open_nic({"made_up", 1, 1}, DeviceNode(path));
-  nic->look();
+  nic->poll();
   EXPECT_FALSE(nic->gone());
   std::filesystem::remove(path);
-  nic->look();
-  nic->look();
+  nic->poll();
+  nic->poll();
   EXPECT_TRUE(nic->gone());
   EXPECT_EQ(nic->losses(), 1U);
   EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 was removed");
