@@ -19,7 +19,7 @@ from ..harness.results import number, read_rows
 
 LEAST_SHAPES = 3
 CONTROL_US = 1200.0
-"""A handoff without its transfer: `kvlink bench migrate` of 16 tokens over shm on a 2-core cloud machine, 10 runs."""
+"""A handoff without its transfer, where no results file has one. Assumed; `kvlink bench migrate` measures it."""
 
 _ASSUMED = (0.5, 2.0)  # of costs that were not fitted here
 
