@@ -68,8 +68,8 @@ std::shared_ptr<Pull> Pull::started(std::shared_ptr<Transfer> only,
 }
 
 void Pull::begin() {
-  KVLINK_CHECK(control_ != nullptr);
   std::lock_guard lock(mutex_);
+  KVLINK_CHECK(actions_.empty() || control_ != nullptr);
   if (!actions_.empty()) {
     control_->push(token());
   } else if (state() == PullState::kWaiting && attempt_ == 0) {

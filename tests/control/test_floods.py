@@ -249,6 +249,7 @@ async def call(method: Method[Any, Any], messages: list[bytes]) -> None:
         await state.close()
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
 def test_any_bytes(method: Method[Any, Any]) -> None:
     @settings(max_examples=20, deadline=None)

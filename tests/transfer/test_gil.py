@@ -82,6 +82,7 @@ EXEMPT = {
     "RelaxedCapture.__enter__": "sets a mode of this thread; the driver was loaded when the pool was made",
     "RelaxedCapture.__exit__": "sets a mode of this thread",
     "RelaxedCapture.__init__": _ATOMIC,
+    "Transfer.proven_units": _ATOMIC,
     "Transfer.started_ns": _CONSTANT,
     "Transfer.state": _ATOMIC,
     "prior_cost": _COMPUTES,
