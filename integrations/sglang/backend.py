@@ -96,7 +96,7 @@ class KVLinkSender(OwnsRoom, CommonKVSender):  # type: ignore[misc]
         """Ends the leases that are still active, after which the pages may be written."""
         has_failed = self.conclude_state != KVPoll.Success
         with ExitStack() as last:
-            last.callback(self.leave)
+            last.callback(self.detach)
             last.callback(super().clear)
             last.callback(self.kv_mgr.close_room, self.bootstrap_room, has_failed)
             self.stop()
@@ -110,7 +110,7 @@ class KVLinkSender(OwnsRoom, CommonKVSender):  # type: ignore[misc]
         self.reason = "aborted on prefill"
         with ExitStack() as last:
             last.callback(self.kv_mgr.forget, self.bootstrap_room)
-            last.callback(self.leave)
+            last.callback(self.detach)
             last.callback(super().clear)
             last.callback(super().abort)
             last.callback(self.tell_failure, self.reason)
@@ -212,7 +212,7 @@ class KVLinkReceiver(OwnsRoom, CommonKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         """Ends the active pulls."""
         with ExitStack() as last:
-            last.callback(self.leave)
+            last.callback(self.detach)
             last.callback(super().clear)
             self.stop()
 

@@ -47,7 +47,7 @@ SCHEDULER = {
         "_num_tokens",
     ],
     "incoming._announcements": ["follow"],
-    "incoming._remote": ["watch", "forget", "release", "leave"],
+    "incoming._remote": ["watch", "forget", "release", "release_later"],
     "incoming._shared_leases": ["join", "settles", "has_read", "must_wait", "is_spent", "spend"],
     "turns": ["arrived", "num_matched", "begins", "ended", "share", "step_began", "withdraw_ended"],
     "turns.answers": ["offer"],
@@ -169,7 +169,11 @@ def test_one_request_pays(pairs: Pairs, place: tuple[str, str, str, str]) -> Non
 def test_the_chat_reaches_every_place_at_one_server() -> None:
     """Needs the tests above. A place that none of them reaches tests nothing."""
     missed = {place[1:] for place in PLACES} - {place[1:] for place in REACHED}
-    assert missed <= {("rank", "_loads", "_add"), ("scheduler", "incoming._remote", "leave"), FOLLOWED}
+    assert missed <= {
+        ("rank", "_loads", "_add"),
+        ("scheduler", "incoming._remote", "release_later"),
+        FOLLOWED,
+    }
 
 
 @settings(SETTINGS, max_examples=500)

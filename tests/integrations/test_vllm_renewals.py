@@ -238,7 +238,7 @@ def test_a_handoff_that_cannot_be_renewed_stops_no_other(
         ticks(decode)
         assert num_renewals(prefill) == before + 1
     remote.release(bad, [0])
-    remote.leave(bad)
+    remote.release_later(bad)
     clock.now += 10
     ticks(decode)
     assert not remote._ticking.done()

@@ -214,7 +214,7 @@ def test_a_request_that_ends_while_it_waits_gives_the_blocks_back(
 ) -> None:
     prefill, decode = new("p"), new("d")
     left: list[Handoff] = []
-    monkeypatch.setattr(decode.scheduler.incoming._remote, "leave", left.append)
+    monkeypatch.setattr(decode.scheduler.incoming._remote, "release_later", left.append)
     decode.scheduler.decisions.learn({"p-0": AT_ONCE})
     _, waits = asked_twice(prefill, decode)
     decode.step_until(lambda: heard_parts(decode, waits, 2))

@@ -269,7 +269,7 @@ def test_the_staging_buffer_is_exported_as_the_pool_is(root: Path, gpu: Gpu) -> 
     given: list[object] = []
     engine = SimpleNamespace(
         add_foreign_region=lambda *region, **_: given.append(region[0]),
-        stage=lambda staging, always, fds, offset, _: given.append((staging, always, len(fds), offset)),
+        set_staging=lambda staging, always, fds, offset, _: given.append((staging, always, len(fds), offset)),
     )
     with registration.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
         assert given == [BASE, SECOND, (memory, False, 1, 0)]
