@@ -123,7 +123,7 @@ _log = logging.getLogger("vllm.kvlink")
 _LOOP = "vllm-leases"
 _TICK_S = 1.0
 _AGAIN_S = 2.0
-"""The delay of `release_later`. A router whose decode request could not follow the prefill retries with its answer by then."""
+"""The delay of `release_later`. A router whose decode request could not follow the prefill retries within it."""
 _BATCH = 1024  # seats in one renewal, the limit of the agent
 _CLOSE_S = 2.0
 
