@@ -71,7 +71,9 @@ void Connection::Probe::poll(uint64_t epoch, const ScratchPool& scratch) {
 /// A network that drops the packets of a payload may carry those of a header.
 void Connection::Probe::read_large(const ScratchPool& scratch) {
   const auto num_slots = static_cast<uint32_t>(std::min<uint64_t>(words[2], 1 << 20));
-  op.bytes = static_cast<uint32_t>(std::min(LeaseTable::slots_bytes(num_slots), ScratchPool::kSinkBytes));
+  // Without the last slot: an owner may count the header as one.
+  const uint64_t bytes = LeaseTable::slots_bytes(num_slots > 0 ? num_slots - 1 : 0);
+  op.bytes = static_cast<uint32_t>(std::min(bytes, ScratchPool::kSinkBytes));
   segment = {scratch.sink(), op.bytes, scratch.region()};
   status = lane->endpoint().post_read(1, {std::span(&op, 1), &segment});
   large = pending = status.ok();
