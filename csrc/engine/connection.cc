@@ -70,10 +70,9 @@ void Connection::Probe::poll(uint64_t epoch, const ScratchPool& scratch) {
 
 /// A network that drops the packets of a payload may carry those of a header.
 void Connection::Probe::read_large(const ScratchPool& scratch) {
-  const auto num_slots = static_cast<uint32_t>(std::min<uint64_t>(words[2], 1 << 20));
-  // Without the last slot: an owner may count the header as one.
-  const uint64_t bytes = LeaseTable::slots_bytes(num_slots > 0 ? num_slots - 1 : 0);
-  op.bytes = static_cast<uint32_t>(std::min(bytes, ScratchPool::kSinkBytes));
+  // The header counts the entries of the table, itself included.
+  constexpr uint64_t kMost = ScratchPool::kSinkBytes / sizeof(LeaseSlot);
+  op.bytes = static_cast<uint32_t>(std::clamp<uint64_t>(words[2], 1, kMost) * sizeof(LeaseSlot));
   segment = {scratch.sink(), op.bytes, scratch.region()};
   status = lane->endpoint().post_read(1, {std::span(&op, 1), &segment});
   large = pending = status.ok();

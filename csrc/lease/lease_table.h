@@ -156,7 +156,7 @@ class SweeperSleep {
     return !works;
   }
   void awake() { asleep_.store(false); }
-  /// Whoever has made work wakes the thread then.
+  /// The thread that has made work wakes the sleeping one then.
   bool asleep() const { return asleep_.load(); }
   const void* flag() const { return &asleep_; }
 
