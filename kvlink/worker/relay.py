@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.runtime.background import ControlThread
 from kvlink.ticket import Ticket
-from kvlink.transfer.group_ids import GroupIds, copied, reader_of_ids
+from kvlink.transfer.group_ids import GroupIds, copied
 from kvlink.transfer.offers import Offers
 from kvlink.transfer.pool import BlockPool
 from kvlink.transfer.pull import Pull
@@ -61,6 +61,8 @@ class Relays:
     offers: Offers
     sources: Sources
     pulls: Pulls
+    read_ids: Callable[[Any], Any]
+    """Reads block ids in any form that `Worker.pull` accepts."""
 
     def checked(
         self, given: Sequence[Ticket | str | None], into: GroupIds, timeout_s: float
@@ -70,7 +72,7 @@ class Relays:
             raise ConfigError(
                 "a relay needs a pool of one cache group in host memory; this worker has another"
             )
-        block_ids = copied(reader_of_ids(self.pool.groups)(into))
+        block_ids = copied(self.read_ids(into))
         tickets = [self._source(each, timeout_s) for each in given if each is not None]
         request_id, num_tokens = tickets[0].request_id, tickets[0].num_tokens
         if any(each.ready_unit is ReadyUnit.LAYERS for each in tickets):
@@ -100,6 +102,7 @@ class Relays:
             return self.sources.checked(ticket)
         if not isinstance(ticket, str):
             raise ConfigError("a relay reads from one owner: pass one ticket, not a list")
+        self.sources.require_coordinator(ticket)
         found = self.control.run(self.sources.claim(ticket, timeout_s))
         if len(found) != 1:
             raise ConfigError(

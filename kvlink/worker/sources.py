@@ -44,7 +44,7 @@ class Sources:
         With `partial`, a list of tickets need not be complete. Raises ConfigError, AccessDenied.
         """
         if isinstance(ticket := parsed(ticket), str):
-            self._require_coordinator(ticket)
+            self.require_coordinator(ticket)
             return ticket, functools.partial(self._claim_and_connect, ticket)
         tickets = self._tickets(ticket)
         return tickets[0].request_id, functools.partial(
@@ -58,7 +58,7 @@ class Sources:
         """
         if not isinstance(ticket := parsed(ticket), str):
             return self.releaser.release(self._tickets(ticket))
-        self._require_coordinator(ticket)
+        self.require_coordinator(ticket)
         self.releaser.in_background(self._claim_and_release(ticket, timeout_s), ticket, "release")
         return False
 
@@ -73,7 +73,8 @@ class Sources:
         request_id = ticket if isinstance(ticket, str) else tickets[0].request_id
         return EmptyPull(request_id, functools.partial(self.release, ticket, timeout_s), settle)
 
-    def _require_coordinator(self, request_id: str) -> None:
+    def require_coordinator(self, request_id: str) -> None:
+        """Raises ConfigError if there is none to claim a request at."""
         self.membership.require_coordinator(f"request {request_id}: claiming by id")
 
     def _tickets(self, ticket: Ticket | Sequence[Ticket | str]) -> list[Ticket]:
@@ -84,9 +85,7 @@ class Sources:
         return tickets
 
     async def claim(self, request_id: str, timeout_s: float) -> list[Ticket]:
-        """Claims a request within `timeout_s` seconds. Raises ConfigError, AccessDenied, UnknownRequest,
-        CoordinatorUnavailable."""
-        self._require_coordinator(request_id)
+        """Claims a request within `timeout_s` seconds. Raises AccessDenied, UnknownRequest, CoordinatorUnavailable."""
         claiming = self.membership.claim(request_id, timeout_s, *rank_of(self.layout))
         return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 

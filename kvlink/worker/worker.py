@@ -109,7 +109,9 @@ class Worker:
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
             self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
-            self._relays = Relays(pool, self._control, self.offers, self._sources, self._pulls)
+            self._relays = Relays(
+                pool, self._control, self.offers, self._sources, self._pulls, self._read_ids
+            )
             self._prefixes = SharedPrefixes(
                 self._engine, self.card, self._control, self._membership, self._peers, self._checked
             )
