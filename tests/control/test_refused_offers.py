@@ -113,9 +113,13 @@ class RefusingCoordinator:
         self.accepted[offer.request_id] = offer
 
 
+async def joined(coordinator: RefusingCoordinator) -> Session:
+    return await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+
+
 async def rejoined(coordinator: RefusingCoordinator, refuses: Exception, **ttls: float) -> Session:
     """A worker whose coordinator forgot its offers, and refuses them when they are sent again."""
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     for request_id, ttl_s in ttls.items():
         await session.offer(make_offer(request_id, ttl_s=ttl_s))
     coordinator.accepted.clear()
@@ -184,7 +188,7 @@ def test_a_worker_waits_before_it_rejoins_unless_there_is_something_to_offer(
 @virtual
 async def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_back() -> None:
     coordinator = RefusingCoordinator()
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     coordinator.refuses = CoordinatorUnavailable("away")
     with pytest.raises(CoordinatorUnavailable, match="away"):
         await session.offer(make_offer("r", ttl_s=600.0))
@@ -200,7 +204,7 @@ async def test_a_coordinator_that_cannot_be_reached_gets_the_offer_when_it_is_ba
 @virtual
 async def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
     coordinator = RefusingCoordinator()
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     coordinator.away = True
     session._rejoin_soon()
     at = asyncio.get_running_loop().time()
@@ -216,7 +220,7 @@ async def test_an_offer_waits_for_the_coordinator_as_long_as_it_may() -> None:
 @virtual
 async def test_an_offer_that_waits_is_refused_when_the_session_closes() -> None:
     coordinator = RefusingCoordinator()
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     coordinator.away = True
     session._rejoin_soon()
     waiting = asyncio.ensure_future(session.offer(make_offer("r"), timeout_s=30.0))
@@ -232,7 +236,7 @@ async def test_an_offer_that_waits_is_refused_when_the_session_closes() -> None:
 @virtual
 async def test_a_worker_beats_as_its_last_join_says() -> None:
     coordinator = RefusingCoordinator()
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     for lease_s, num_beats in ((_LEASE_S, 24), (6 * _LEASE_S, 4)):
         coordinator.lease_s = lease_s
         session._rejoin_soon()
@@ -261,7 +265,7 @@ async def test_a_coordinator_that_opens_no_stream_is_joined_again() -> None:
     coordinator = RefusingCoordinator()
     coordinator.has_replicas, coordinator.has_no_streams = False, True
     before = failures().get("session")
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     await asyncio.sleep(20.0)
     assert len(coordinator.joins) > 2
     coordinator.has_no_streams = False
@@ -293,7 +297,7 @@ async def test_a_session_ends_while_offers_are_refused() -> None:
 @virtual
 async def test_a_coordinator_that_hangs_after_a_join_is_left_and_the_next_one_gets_the_offers() -> None:
     coordinator = RefusingCoordinator()
-    session = await Session.join(cast(CoordinatorClient, coordinator), make_card(), lambda slot, nonce: None)
+    session = await joined(coordinator)
     await session.offer(make_offer("r", ttl_s=600.0))
     coordinator.accepted.clear()
     coordinator.hangs = True
