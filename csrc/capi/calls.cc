@@ -156,7 +156,7 @@ Outcome start_pull(const kvl_pull_options* options, kvl_handle* handle) {
   std::shared_ptr<Pull> pull;
   if (Outcome outcome = terms.start(pull); !outcome.ok()) return outcome;
   if (!handle) {
-    pull->wait(-1);
+    if (!pull->done()) pull->wait(-1);
     return PullObject::outcome_of(*pull);
   }
   *handle = Table::get().add(std::make_shared<PullObject>(terms.peer(), pull, terms.options().user));

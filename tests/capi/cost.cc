@@ -68,21 +68,26 @@ class Own {
       seats[at].settle_nonce = 0;
     }
     const int64_t began = now_ns();
-    for (const LeaseSeat& seat : seats) {
-      PullRequest request = plain();
-      if (prepared) {
-        request = {};
-        request.prepared = prepared_;
-      }
-      request.seat = seat;
-      request.deadline_ns = now_ns() + 1'000'000'000;
-      const std::shared_ptr<Pull> pull = Pull::started(connection_->pull(request), nullptr);
-      if (pull->state() != PullState::kValid) fail("the engine's pull failed");
-    }
+    for (const LeaseSeat& seat : seats) engine_pull(seat, prepared);
     const int64_t took = now_ns() - began;
     for (int at = 0; at < kPulls; ++at) engine_->leases().abort(lease_ - static_cast<uint64_t>(at));
     engine_->take_ended();
     return took / kPulls;
+  }
+
+  /// Tests count its instructions.
+  [[gnu::noinline]] void engine_pull(const LeaseSeat& seat, bool prepared) {
+    PullRequest request;
+    if (prepared) {
+      request.prepared = prepared_;
+    } else {
+      request = plain();
+    }
+    request.seat = seat;
+    request.deadline_ns = now_ns() + 1'000'000'000;
+    const std::shared_ptr<Pull> pull = Pull::started(connection_->pull(request), nullptr);
+    if (!pull->done()) pull->wait(-1);
+    if (pull->state() != PullState::kValid) fail("the engine's pull failed");
   }
 
  private:
