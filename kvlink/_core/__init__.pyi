@@ -218,12 +218,12 @@ class PathStats:
     def counts(
         self,
     ) -> tuple[
-        int, int, int, int, int, int, dict[str, int], dict[tuple[bool, int], int],
+        int, int, int, int, int, int, int, dict[str, int], dict[tuple[bool, int], int],
         tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]],
         tuple[int, list[int]],
     ]:  # fmt: skip
-        """valid, bytes, ops, segments, unsettled, redone, failed by exception, stale by (soft, reason); then
-        (sum in ns, buckets) of plan, read, validate, settle and all."""
+        """valid, bytes, ops, segments, unsettled, redone, rails set aside, failed by exception, stale by
+        (soft, reason); then (sum in ns, buckets) of plan, read, validate, settle and all."""
 
 class PreparedPlan:
     """The reads of a pull that `Connection.prepare` planned."""
