@@ -11,9 +11,9 @@ _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
         f"{_TABLE}::sweep: comparison: num_slots - slot >= kSlotsAtOnce -> (num_slots - slot) > (kSlotsAtOnce)":
-            "the last slots are looked at one by one, which does the same more slowly",
+            "the last slots are checked one by one, which does the same more slowly",
         "csrc/lease/lease_table.cc:are_zero: constant: 0xffff -> 0xffff + 1":
-            "never zero, so all slots are looked at one by one, which does the same more slowly",
+            "never zero, so all slots are checked one by one, which does the same more slowly",
         f"{_TABLE}::take_settled: skipped branch: word.load(std::memory_order_relaxed) == 0 -> false":
             "0 settles no seat, because nonces are 256 or more; the word is exchanged for nothing",
         f"{_TABLE}::set_ready: comparison: shared.load(std::memory_order_relaxed) < ready -> "
@@ -79,7 +79,7 @@ _READY = "shared.ready.store(ready, std::memory_order_relaxed);"
 _NONCE = "shared.nonce.store(seat.nonce, std::memory_order_release);"
 
 PLANTED = (
-    Planted("gives back whatever anyone names", "stores", _OFFERS,
+    Planted("releases whatever anyone names", "stores", _OFFERS,
             "given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids",
             "given is None",
             _TEST_OFFERS),
@@ -124,7 +124,7 @@ PLANTED = (
     Planted("a slot is free before the sweep", "lease", _LEASES, "ended_slots_.push_back(seat.slot);",
             "free_.push(seat.slot);"),
     Planted("a standstill of the owner ends leases", "lease", _LEASES,
-            "if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;", ";"),
+            "if (since > kMostAgeingNs) paused_ns_ += since - kMostAgeingNs;", ";"),
     Planted("one settle ends all seats", "lease", _LEASES,
             "seat.slot == slot || (num_readers > 0 && index >= num_readers)", "true"),
     Planted("a slot read is posted behind the data of one lane of two", "engine", _TRANSFER,

@@ -155,7 +155,7 @@ class _Finder:
         self.found.append(Site(mutant, node, copy.deepcopy(alternative), at_import=not functions, **more))
 
     def walk(self, node: ast.AST, scope: list[str]) -> None:
-        """Looks at everything below `node` that is not text, an annotation or a pattern."""
+        """Checks everything below `node` that is not text, an annotation or a pattern."""
         if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node):
             return
         if isinstance(node, ast.expr):
