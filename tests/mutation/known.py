@@ -124,7 +124,7 @@ PLANTED = (
     Planted("a slot is free before the sweep", "lease", _LEASES, "ended_slots_.push_back(seat.slot);",
             "free_.push(seat.slot);"),
     Planted("a standstill of the owner ends leases", "lease", _LEASES,
-            "if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;", ";"),
+            "if (since > kMostAgeingNs) paused_ns_ += since - kMostAgeingNs;", ";"),
     Planted("one settle ends all seats", "lease", _LEASES,
             "seat.slot == slot || (num_readers > 0 && index >= num_readers)", "true"),
     Planted("a slot read is posted behind the data of one lane of two", "engine", _TRANSFER,
