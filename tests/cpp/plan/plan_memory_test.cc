@@ -22,6 +22,13 @@ Placement shared_tokens(Placement of) {
   return of;
 }
 
+/// A stride of one head says nothing.
+Placement one_head() {
+  Placement made = packed({.num_blocks = 64, .num_heads = 1, .num_layers = 4}, kNhd);
+  made.layout.head_stride = 4;
+  return made;
+}
+
 struct PlanMemoryTest : ::testing::TestWithParam<Request> {};
 INSTANTIATE_TEST_SUITE_P(
     Requests, PlanMemoryTest,
@@ -29,6 +36,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Request{"folded", packed(kShape, kNhd), packed(kShape, kNhd), {{}, {}, true}},
                       Request{"transposed", packed(kShape, kHnd), packed(kShape, kNhd)},
                       Request{"layers", packed(kShape, kHnd), packed(kShape, kNhd), {{}, {1, 3}}},
+                      Request{"beside", packed(kShape, kSideBySide), packed(kShape, kSideBySide)},
+                      Request{"one_head", one_head(), one_head()},
                       Request{"crossed", packed(kShape, kNhd), packed(kShape, kCrossLayer)},
                       Request{"shared_tokens", packed(kShape, kHnd), shared_tokens(packed(kShape, kNhd))}),
     [](const auto& info) { return info.param.name; });

@@ -138,6 +138,10 @@ TEST(Plan, FoldsPlanesThatLieAlike) {
   EXPECT_EQ(repeats_of(pool, pool, {1, 2}), 1u);
   EXPECT_EQ(repeats_of(crossed, crossed), 0u) << "there they are one read";
   EXPECT_EQ(repeats_of(packed({}, kPairs), packed({}, kPairs)), 2u) << "pairs of K and V";
+  Placement behind = packed({}, kPairs);
+  for (Plane& plane : behind.layout.planes) plane.offset += 64;
+  behind.region_bytes += 64;
+  EXPECT_EQ(repeats_of(behind, behind), 2u) << "also behind something else";
   Placement moved = pool;
   std::swap(moved.layout.planes[1].offset, moved.layout.planes[2].offset);
   EXPECT_EQ(repeats_of(moved, pool), 5u) << "each by its own distance";
@@ -314,7 +318,7 @@ TEST(Plan, RefusesListsThatDoNotFit) {
   Ids many(100);
   std::iota(many.begin(), many.end(), 0);
   many.back() = 63;
-  refused(many, many, {}, "into names a block twice");
+  refused(many, many, {}, "into names a block twice: 63, again at index 99");
   Plan plan;
   EXPECT_TRUE(planner->plan(many, Ids{0, 1, 2, 2}, {{0, 12}, {}}, plan).ok())
       << "the repeated block is not touched";
