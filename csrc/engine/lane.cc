@@ -122,7 +122,6 @@ void Lane::guarded(int64_t now, Work work) {
   try {
     work();
   } catch (const BrokenContract& broken) {
-    ended_.clear();
     break_down(Status::Unreachable(broken.what()), now);
   }
 }
