@@ -79,6 +79,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
     (r"CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak", "image", "release")),
+    (r"csrc/(engine|lease|staging)/", ("transports", "sanitizers", "instructions", "soak", "simulate")),
     (r"csrc/", ("transports", "sanitizers", "instructions", "soak")),
     (
         r"kvlink/control/(rpc|client|session)",
@@ -115,6 +116,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/pythons/|\.ci/pythons", ("pythons",)),
     (r"tests/mutation/", ("mutation",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
+    (r"tests/(simulation|memory_model)/", ("simulate", "sanitizers")),
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),

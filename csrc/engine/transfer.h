@@ -176,8 +176,8 @@ class Transfer {
   const std::function<void(uint64_t)> on_proven_;
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
-  ReadOp slot_op_;
-  Segment slot_segment_;
+  ReadOp slot_op_ = {};
+  Segment slot_segment_ = {};
 
   Atomic<TransferState> state_{TransferState::kPending};
   Atomic<bool> stopping_{false};

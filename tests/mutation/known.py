@@ -30,8 +30,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_PLAN}planner.cc:has_repeated: operator: num_blocks / 64 -> (num_blocks) * (64)":
             "the bitmap is larger, and its other words stay 0",
         f"{_PLAN}planner.cc:has_repeated: constant: 1 -> 1 + 1 #1": "the bitmap has one word more, which stays 0",
-        f"{_PLAN}planner.cc:Planner::write: operator: made.groups.size() - 1 -> (made.groups.size()) + (1) #1":
-            "more room is reserved than is filled, and finish() gives it back",
+        f"{_PLAN}layout_check.cc:rows_touch: exchanged arguments: std::clamp(below, -last, last) -> "
+        "std::clamp(-last, below, last)": "both are min(max(below, -last), last)",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":

@@ -62,6 +62,7 @@ CPP = {
     "a += kMost;": {"removed statement": [""], "operator": ["a -= kMost;"], "constant": ["kMost + 1"]},
     "return Code::kMost;": {},
     "constexpr int kMost = 1 + 2;": {},
+    "KVLINK_CHECK(a < b && f(a, b)); KVLINK_DCHECK(!a);": {},
     "#if X\n f();\n#else\n g();\n#endif": {"removed statement": [""]},
 }
 

@@ -259,18 +259,22 @@ void World::wait_for(Call& call) {
   }
   Pull& pull = *call.pull;
   const int64_t way = random().between(0, 4);
+  const auto wait_ns = [&pull](int64_t ns) {
+    const Scheduler::InEngine engine;
+    return pull.wait(ns);
+  };
   if (way < 4) Coverage::the().note(way < 3 ? Kind::kWait : Kind::kAwait, static_cast<size_t>(pull.state()));
   if (way < 3) note_waiting(call);
   switch (way) {
     case 0:
-      pull.wait(-1);
+      wait_ns(-1);
       break;
     case 1:
-      while (!pull.wait(random().between(kMillisecond, 20 * kMillisecond))) {
+      while (!wait_ns(random().between(kMillisecond, 20 * kMillisecond))) {
       }
       break;
     case 2:
-      while (!pull.wait(0)) scheduler_.sleep(random().between(1, kMillisecond));
+      while (!wait_ns(0)) scheduler_.sleep(random().between(1, kMillisecond));
       break;
     case 3:
       return await(call);
@@ -352,6 +356,7 @@ void World::release() {
   const auto [peer, seat] = spare_.back();
   spare_.pop_back();
   Link* const link = peer->link();
+  if (link) ++link->num_settles;
   if (link && link->usable() && link->connection->settle(seat.slot, seat.settle_nonce)) {
     released_.push_back({link, seat});
   } else if (peer->owner->was_posted(seat.settle_nonce)) {  // the owner takes the first that arrives

@@ -133,9 +133,13 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");
-    const std::shared_ptr<Transfer> transfer = link.connection->pull(request);
+    const std::shared_ptr<Transfer> transfer = [&] {
+      const Scheduler::InEngine engine;
+      return link.connection->pull(request);
+    }();
     if (!transfer) return nullptr;
     link.transfers.push_back(transfer);
+    if (request.stream != StreamUnit::kNone) link.streaming.insert(transfer.get());
     check_transfer(link, transfer);
     return transfer;
   };
@@ -177,6 +181,7 @@ PullRequest World::request_of(Call& call, Source& source, Link& link, int64_t de
 
 /// As kvlink/_core does for a relay.
 void World::prove(Call& call, uint64_t units) {
+  const Scheduler::InEngine not_here(false);
   see_proven(call, units);
   Coverage::the().note(Kind::kProves, static_cast<size_t>(call.pull->state()));
   peers_.front()->owner->leases().set_ready(call.lease, units);

@@ -53,6 +53,12 @@ class Coverage {
     posts_ += posts;
     most_posts_ += most;
   }
+  /// Adds what the engine was asked for and did in a run, and the steps and allocations that it took.
+  void note_effort(uint64_t events, uint64_t steps, uint64_t allocations) {
+    events_of_engine_ += events;
+    steps_ += steps;
+    allocations_ += allocations;
+  }
   /// Prints how often each has occurred, and at the end what never has.
   void print() const;
 
@@ -60,6 +66,7 @@ class Coverage {
   std::array<std::array<uint64_t, kStates.size()>, kKindNames.size()> by_state_{};
   std::array<uint64_t, kEventNames.size()> events_{};
   uint64_t transfers_ = 0, posts_ = 0, most_posts_ = 0;
+  uint64_t events_of_engine_ = 0, steps_ = 0, allocations_ = 0;
 };
 
 inline void note(Event event) { Coverage::the().note(event); }

@@ -575,6 +575,20 @@ PLANTED: list[Change] = [
         LANE,
     ),
     cut(
+        "lane",
+        "an endpoint that has work is not polled while its lane stands by",
+        "  next_check_ns_ = 0;  // the next round polls, also if this lane has nothing under way\n",
+        "",
+        LANE,
+    ),
+    cut(
+        "thread",
+        "each round allocates",
+        "    lanes.clear();  // not under the mutex: one of them may end here\n",
+        "    std::vector<std::shared_ptr<Lane>>().swap(lanes);\n",
+        THREAD,
+    ),
+    cut(
         "thread",
         "it sleeps for a second after it found a lane held",
         "ticking || copying || held",
@@ -797,7 +811,8 @@ def first_failure(binary: Path, seconds: float, environment: dict[str, str]) -> 
         if match := re.search(r"FAILED  \] (\S+?)(,| \(|$)", line) or re.match(
             r"(seed .*|  \([a-i]\) [^:]*)", line
         ):
-            return match[1].strip()
+            took = re.search(r"^found by .* in ([\d.]+) CPU-s$", ran.stderr, re.MULTILINE)
+            return match[1].strip() + (f" ({took[1]} s)" if took else "")
     return f"ends by signal {-ran.returncode}" if ran.returncode < 0 else "fails"
 
 

@@ -131,8 +131,10 @@ class World {
   void check_transfer(Link& link, const std::shared_ptr<Transfer>& transfer);
   void check_under_way(Link& link);
   void check_end();
+  void check_effort();
   void check_told(const Call& call);
   void check_work(const Link& link);
+  static void check_looks(const Link& link, Transfer& transfer);
   void on_landing(const std::byte* at);
 
   Random& random() { return scheduler_.random(); }

@@ -92,6 +92,14 @@ TEST_F(LaneTest, AnInlinePullThatIsNotOverWakesTheDriver) {
   EXPECT_EQ(driver->wakes, 1);
 }
 
+TEST_F(LaneTest, ABareReadLeavesNothingUnderWay) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  time_read(*lanes[0], *this);
+  broken[0] = true;
+  lanes[0]->check_idle(true);
+  EXPECT_TRUE(lanes[0]->broken()) << "nobody checks an idle lane with posts";
+}
+
 TEST_F(LaneTest, ASettleThatIsUnderWayIsLookedFor) {
   start({window(16 << 10), window(48 << 10)}, false);
   ASSERT_TRUE(lanes[0]->settle({kSlot, 1}));
