@@ -2,7 +2,7 @@
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
 PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N]
-    [--kinds unit,model,simulation] [--each-kind]
+    [--kinds unit,model,simulation] [--each-kind] [--again]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -92,14 +92,15 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[st
 
 
 def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argparse.Namespace) -> list[Tried]:
-    tried = {site.mutant.name: Tried(site.mutant, {}) for site in chosen}
+    kept = _kept(name) if given.again else {}
+    tried = {site.mutant.name: Tried(site.mutant, kept.get(site.mutant.name, {})) for site in chosen}
     for kind, tests in ((kind, MODULES[name].tests.get(kind, ())) for kind in given.kinds):
         paths = [
             path for test in tests for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
         ]
         left = [
-            site for site in chosen if given.each_kind or not
-            any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values())
+            site for site in chosen if kind not in tried[site.mutant.name].outcomes and (given.each_kind or not
+            any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values()))
         ]  # fmt: skip
         if left and tests:
             most = given.seeds if kind == "simulation" else 10_000
@@ -115,6 +116,16 @@ def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argpars
     for one in tried.values():
         _say(one)
     return list(tried.values())
+
+
+def _kept(name: str) -> dict[str, dict[str, Outcome]]:
+    """The kills of the last run of a module, by mutant and kind: tests that were added since do not undo them."""
+    path = FOLDER / f"{name}.outcomes.json"
+    last = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        mutant: {kind: Outcome(*each) for kind, each in ends.items() if each[0] in KILLED}
+        for mutant, ends in last.items()
+    }
 
 
 def _say(tried: Tried) -> None:
@@ -185,6 +196,7 @@ def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[
 
 def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
+    (FOLDER / f"{name}.outcomes.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
     rows = [
         f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
         for t in tried
@@ -245,6 +257,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation")
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
+    add("--again", action="store_true", help="only those of Python that survived the last run of the module")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -28,21 +28,13 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_LOOP = "tests/loops/test_loops.py::test_a_loop_goes_on_after_an_exception_that_nobody_expects"
-_SESSION = (
-    *(f"tests/control/test_{name}.py" for name in ("session", "beats", "refused_offers", "status")),
-    f"{_LOOP}[session]",
-    f"{_LOOP}[session settles]",
-)
-_ETCD = (
-    f"tests/control/test_{name}.py" for name in ("etcd_upkeep", "store_health", "etcd_history", "given_back")
-)
+_CONTROL = ("tests/control", "tests/coordinator", "tests/loops")
 _CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
-_STORES = ("tests/coordinator", "tests/control/store", *_ETCD, *_CONTRACT)
-
-
-def _in_kinds(*unit: str) -> dict[str, tuple[str, ...]]:
-    return {"unit": unit, "simulation": _SIMULATION}
+_WORKER = ("tests/worker", "tests/transfer", "tests/cli", "tests/smoke", "tests/loops", "tests/metrics")
+_VLLM = tuple(
+    f"tests/integrations/test_{name}*.py"
+    for name in ("vllm", "model_identity", "request_guard", "entry_names", "block_id_walk")
+)
 
 
 MODULES = {
@@ -50,19 +42,25 @@ MODULES = {
     "plan": Module(("csrc/plan/*",), 90, ("plan",)),
     "engine": Module(("csrc/engine/*",), 90, ("engine", "staging", "lease")),
     "staging": Module(("csrc/staging/*",), 80, ("staging", "engine")),
-    "stores": Module(("kvlink/coordinator/store/**/*.py",), 90, tests=_in_kinds(*_STORES)),
+    "stores": Module(
+        ("kvlink/coordinator/store/**/*.py",),
+        90,
+        tests={"unit": (*_CONTROL, *_CONTRACT), "simulation": _SIMULATION},
+    ),
     "session": Module(
-        ("kvlink/control/session.py", "kvlink/control/beats.py"), 90, tests=_in_kinds(*_SESSION)
+        ("kvlink/control/session.py", "kvlink/control/beats.py"),
+        90,
+        tests={"unit": _CONTROL, "simulation": _SIMULATION},
     ),
     "coordinator": Module(
-        ("kvlink/coordinator/*.py",), 80, tests=_in_kinds("tests/coordinator", "tests/control/test_co*.py")
+        ("kvlink/coordinator/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}
     ),
     "control": Module(
-        ("kvlink/control/**/*.py",), 80, tests={"unit": ("tests/control",), "simulation": _SIMULATION}
+        ("kvlink/control/**/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}
     ),
-    "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": ("tests/worker", "tests/cli")}),
-    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": ("tests/transfer", "tests/worker")}),
-    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": ("tests/integrations/test_vllm*.py",)}),
+    "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": _WORKER}),
+    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": _WORKER}),
+    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": _VLLM}),
 }
 
 

@@ -71,7 +71,7 @@ class Server:
         """Takes the place of pytest's own loop."""
         items = {item.nodeid: item for item in session.items}
         gc.freeze()
-        recorded = forked(lambda: self._record(list(items.values())), 1200)
+        recorded = forked(lambda: self._record(list(items.values())), 3600)
         if not isinstance(recorded, dict):
             raise SystemExit(f"the tests without a mutant: {recorded}")
         with Path(self._plan["results"]).open("w") as results:
