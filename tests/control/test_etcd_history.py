@@ -102,6 +102,14 @@ def test_another_cluster_is_another_history_whatever_its_revision() -> None:
     assert history.why == ["cluster id a instead of 1"]
 
 
+def test_a_break_that_shows_in_the_contents_is_told_once() -> None:
+    history = Breaks()
+    history.note(header(8), history.mark())
+    history.note_break("other contents")
+    history.note(header(3), history.mark())
+    assert history.why == ["other contents"]
+
+
 async def joins_and_offers_again(store: EtcdStore, name: str) -> None:
     """As a session does that is told to."""
     while not await store.beat("prefill", 1):

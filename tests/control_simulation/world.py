@@ -342,9 +342,7 @@ class World:
 
     def _check_kept(self) -> None:
         """Of a call that has ended, only who was killed meanwhile keeps the request. A stream keeps its last one."""
-        running = {
-            call.path for connection in self.network.connections for call in connection.calls.values()
-        }
+        running = {call.path for connection in self.network.connections for call in connection.calls.values()}
 
         def kept() -> dict[str, int]:
             of_all = Message.num_kept - self._kept_before

@@ -196,7 +196,9 @@ def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[
 
 def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
-    (FOLDER / f"{name}.outcomes.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
+    (FOLDER / f"{name}.outcomes.json").write_text(
+        json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n"
+    )
     rows = [
         f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
         for t in tried

@@ -55,9 +55,7 @@ MODULES = {
     "coordinator": Module(
         ("kvlink/coordinator/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}
     ),
-    "control": Module(
-        ("kvlink/control/**/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}
-    ),
+    "control": Module(("kvlink/control/**/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}),
     "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": _WORKER}),
     "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": _WORKER}),
     "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": _VLLM}),
