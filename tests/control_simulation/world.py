@@ -341,7 +341,7 @@ class World:
         self._check_rates()
 
     def _check_kept(self) -> None:
-        """Of a call that has ended, only who was killed meanwhile keeps the request. A stream keeps its last one."""
+        """A call that has ended leaves its request only at who was killed meanwhile. A stream keeps its last one."""
         running = {call.path for connection in self.network.connections for call in connection.calls.values()}
 
         def kept() -> dict[str, int]:

@@ -33,6 +33,23 @@ _LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _LOCKS = ("lock", "mutex")
 _UNORDERED = {"isinstance", "getattr", "cast", "min", "max"}
 """Functions whose first two arguments are not exchanged: nothing would change, or all would fail."""
+_PURE = {
+    "min",
+    "max",
+    "len",
+    "sum",
+    "bool",
+    "int",
+    "float",
+    "bytes",
+    "list",
+    "set",
+    "dict",
+    "tuple",
+    "replace",
+}
+"""Functions that see and change nothing but what they are given."""
+_TEXTS = {"__repr__", "__str__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -119,16 +136,23 @@ def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         yield from ((each, True) for each in node.ifs)
 
 
+def _is_called(node: ast.AST) -> bool:
+    """Whether something below `node` is called that may see or change other things."""
+    return any(
+        isinstance(each, ast.Await)
+        or (isinstance(each, ast.Call) and not (isinstance(each.func, ast.Name) and each.func.id in _PURE))
+        for each in ast.walk(node)
+    )
+
+
 def _order_matters(one: ast.AST, other: ast.AST) -> bool:
     """Whether the order of two statements can be seen: a call may see it, but not that of another local name."""
     for node, beside in ((one, other), (other, one)):
-        if not any(isinstance(each, ast.Call | ast.Await) for each in ast.walk(node)) and isinstance(
-            node, ast.Assign
-        ):
+        if not _is_called(node) and isinstance(node, ast.Assign):
             used = {each.id for each in ast.walk(beside) if isinstance(each, ast.Name)}
             if all(isinstance(target, ast.Name) and target.id not in used for target in node.targets):
                 return False
-    return any(isinstance(each, ast.Call | ast.Await) for node in (one, other) for each in ast.walk(node))
+    return _is_called(one) or _is_called(other)
 
 
 def _is_store(node: ast.AST) -> bool:
@@ -157,6 +181,8 @@ class _Finder:
     def walk(self, node: ast.AST, scope: list[str]) -> None:
         """Looks at everything below `node` that is not text, an annotation or a pattern."""
         if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node):
+            return
+        if isinstance(node, _FUNCTIONS) and node.name in _TEXTS:
             return
         if isinstance(node, ast.expr):
             for operator, alternative in _expressions(node):

@@ -31,6 +31,7 @@ PYTHON = {
     },
     "log.info('%d', 1)": {},
     "f'{a < b}'": {},
+    "a.b = max(a.b, c)\n d.e = len(f)": {"removed statement": ["", ""]},
     "a.b = 1\n c.d = 2": {"removed statement": ["", ""], "constant": ["2", "3"]},
 }
 
