@@ -28,9 +28,11 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_CONTROL = ("tests/control", "tests/coordinator", "tests/loops")
+_CONTROL = tuple(f"tests/{name}" for name in ("control", "coordinator", "loops", "cli", "metrics", "tracing"))
 _CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
-_WORKER = ("tests/worker", "tests/transfer", "tests/cli", "tests/smoke", "tests/loops", "tests/metrics")
+_WORKER = tuple(
+    f"tests/{name}" for name in ("worker", "transfer", "cli", "smoke", "loops", "metrics", "tracing")
+)
 _VLLM = tuple(
     f"tests/integrations/test_{name}*.py"
     for name in ("vllm", "model_identity", "request_guard", "entry_names", "block_id_walk")
