@@ -33,9 +33,12 @@ _CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_
 _WORKER = tuple(
     f"tests/{name}" for name in ("worker", "transfer", "cli", "smoke", "loops", "metrics", "tracing")
 )
-_VLLM = tuple(
-    f"tests/integrations/test_{name}*.py"
-    for name in ("vllm", "model_identity", "request_guard", "entry_names", "block_id_walk")
+_VLLM = (
+    "tests/loops",
+    *(
+        f"tests/integrations/test_{name}*.py"
+        for name in ("vllm", "model_identity", "request_guard", "entry_names", "block_id_walk")
+    ),
 )
 
 
