@@ -69,6 +69,13 @@ def _is_log(node: ast.AST) -> bool:
     return isinstance(called, ast.Attribute) and called.attr in _LOGS
 
 
+def _only_logs(node: ast.AST) -> bool:
+    """Whether a statement does no more than to write a line into the log."""
+    if isinstance(node, ast.If):
+        return all(map(_only_logs, (*node.body, *node.orelse)))
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and _is_log(node.value))
+
+
 def _expressions(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """The alternatives of an expression."""
     match node:
@@ -180,7 +187,7 @@ class _Finder:
 
     def walk(self, node: ast.AST, scope: list[str]) -> None:
         """Looks at everything below `node` that is not text, an annotation or a pattern."""
-        if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node):
+        if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node) or _only_logs(node):
             return
         if isinstance(node, _FUNCTIONS) and node.name in _TEXTS:
             return
