@@ -40,7 +40,7 @@ _AT_REST = tuple(kind for kind in KINDS if kind not in ("rival", "abandoned"))
 _LOOKUPS = 7
 """So often a prefix is looked up, every 2 s. Its owner asks every 10 s whether the directory has it, and every 30 s
 where a coordinator has none."""
-_MOST_KEPT_BYTES = 5_000
+_MOST_KEPT_BYTES = 8_000
 """Bounds the requests that are kept of calls that have ended."""
 
 
@@ -286,8 +286,21 @@ class World:
             self.ledger.done["visit at rest"] += 1
             if not (visited.done() and visited.result()):
                 self.ledger.violated(f"the agent of {owner} does not answer as it should")
+        await self._check_late_order(ring[1], ring[0])
         await asyncio.gather(*map(self._check_found, ring))
         await self._check_withdrawn(ring[0])
+
+    async def _check_late_order(self, owner: Worker, reader: Worker) -> None:
+        """An order that comes while its owner has no stream waits for the next one."""
+        for connection in [each for each in self.network.connections if each.processes[0] is owner.process]:
+            connection.close(owner.process, "its host has moved")
+        await asyncio.sleep(0.005)
+        slot = self.slot()
+        accepted = reader.settle(owner, slot)
+        await asyncio.sleep(4.0)
+        self.ledger.done["settle without a stream"] += 1
+        if not (accepted.done() and accepted.result() and slot in owner.settled):
+            self.ledger.violated(f"{owner} is not told to settle {slot}, which came while it had no stream")
 
     async def _check_withdrawn(self, owner: Worker) -> None:
         if any(seat.is_older for seat in self.seats):  # its publisher may have backed off
