@@ -31,7 +31,8 @@ _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
 _CONTROL = tuple(f"tests/{name}" for name in ("control", "coordinator", "loops", "cli", "metrics", "tracing"))
 _CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
 _WORKER = tuple(
-    f"tests/{name}" for name in ("worker", "transfer", "cli", "smoke", "loops", "metrics", "tracing")
+    f"tests/{name}"
+    for name in ("worker", "transfer", "unit", "cli", "doctor", "smoke", "loops", "metrics", "tracing")
 )
 _VLLM = (
     "tests/loops",

@@ -28,28 +28,37 @@ ROOT = Path(__file__).resolve().parents[2]
 _FEW = 60
 """Tests for a mutant in a module without functions, of which nobody knows which tests reach it."""
 
+_LONG_S, _LAST_S = 600.0, 20.0
+"""How long a test may take without a mutant, and the end of a process."""
+
 
 def patience_s(normal_s: float) -> float:
-    """Returns how long tests may take that take `normal_s` without a mutant."""
+    """Returns how long a test may take that takes `normal_s` without a mutant."""
     return 20 + 8 * normal_s
 
 
-def forked(action: Callable[[], Any], seconds: float) -> Any:
-    """Returns what `action` returns in a fork of this process, "timeout", or "crashed"."""
+def forked(action: Callable[[Callable[[], object]], Any], limits: Sequence[float]) -> Any:
+    """Returns what `action` returns in a fork of this process, "timeout", or "crashed".
+
+    It is given a function to call after each of its steps, of which each has so many seconds.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
         os.close(read)
         with open(write, "w") as told:  # noqa: PTH123
-            json.dump(action(), told)
+            json.dump(action(lambda: print(file=told, flush=True)), told)
         os._exit(0)
     os.close(write)
-    text, until = b"", time.monotonic() + seconds
+    text, left = b"", iter(limits)
+    until = time.monotonic() + next(left)
     while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         part = os.read(read, 1 << 20)
         if not part:
             break
+        for _ in range(part.count(b"\n")):
+            until = time.monotonic() + next(left, _LAST_S)
         text += part
     else:
         text = b'"timeout"'
@@ -57,7 +66,7 @@ def forked(action: Callable[[], Any], seconds: float) -> Any:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return json.loads(text or b'"crashed"')
+    return json.loads(text.strip() or b'"crashed"')
 
 
 class Server:
@@ -71,7 +80,7 @@ class Server:
         """Takes the place of pytest's own loop."""
         items = {item.nodeid: item for item in session.items}
         gc.freeze()
-        recorded = forked(lambda: self._record(list(items.values())), 3600)
+        recorded = forked(lambda stepped: self._record(list(items.values()), stepped), [_LONG_S] * len(items))
         if not isinstance(recorded, dict):
             raise SystemExit(f"the tests without a mutant: {recorded}")
         with Path(self._plan["results"]).open("w") as results:
@@ -89,13 +98,12 @@ class Server:
                 else:
                     tests = tests[: self._plan["most"]]
                     chosen = [items[test] for _, test in tests]
-                    seconds = patience_s(sum(seconds for seconds, _ in tests))
-                    line = [name, *self._try(number, chosen, seconds)]
+                    line = [name, *self._try(number, chosen, [patience_s(seconds) for seconds, _ in tests])]
                 results.write(json.dumps(line) + "\n")
                 results.flush()
         return True
 
-    def _record(self, items: Sequence[pytest.Item]) -> dict[str, Any]:
+    def _record(self, items: Sequence[pytest.Item], stepped: Callable[[], object]) -> dict[str, Any]:
         """How long each test takes, and which mutants it reaches."""
         recorded = {}
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -104,19 +112,21 @@ class Server:
             failed, skipped = _run(item, following)
             if not failed and not skipped:
                 recorded[item.nodeid] = (time.monotonic() - began, sorted(Switch.reached))
+            stepped()
         return recorded
 
-    def _try(self, number: int, items: Sequence[pytest.Item], seconds: float) -> Sequence[str]:
-        def action() -> list[str]:
+    def _try(self, number: int, items: Sequence[pytest.Item], limits: Sequence[float]) -> Sequence[str]:
+        def action(stepped: Callable[[], object]) -> list[str]:
             Switch.active = number
             for item, following in zip(items, [*items[1:], None], strict=True):
                 if _run(item, following)[0]:
                     return ["killed", item.nodeid]
+                stepped()
             return ["survived", ""]
 
         if not items:
             return ["unreached", ""]
-        outcome = forked(action, seconds)
+        outcome = forked(action, limits)
         return [outcome, ""] if isinstance(outcome, str) else outcome
 
 
