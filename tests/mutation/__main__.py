@@ -2,7 +2,7 @@
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
 PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N]
-    [--kinds unit,model,simulation] [--each-kind] [--again]
+    [--most N] [--kinds unit,model,simulation] [--each-kind] [--again]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -103,7 +103,7 @@ def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argpars
             any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values()))
         ]  # fmt: skip
         if left and tests:
-            most = given.seeds if kind == "simulation" else 10_000
+            most = given.seeds if kind == "simulation" else given.most
             outcomes = python_tests.try_all(
                 [(site.mutant, site.at_import) for site in left], paths, most, FOLDER
             )
@@ -257,6 +257,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15")
     add("--seed", type=int, default=0)
     add("--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation")
+    add("--most", type=int, default=10_000, help="tests for each mutant of Python, the fastest that reach it")
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
     add("--again", action="store_true", help="only those of Python that survived the last run of the module")

@@ -157,7 +157,8 @@ def _order_matters(one: ast.AST, other: ast.AST) -> bool:
     for node, beside in ((one, other), (other, one)):
         if not _is_called(node) and isinstance(node, ast.Assign):
             used = {each.id for each in ast.walk(beside) if isinstance(each, ast.Name)}
-            if all(isinstance(target, ast.Name) and target.id not in used for target in node.targets):
+            names = [each for target in node.targets for each in getattr(target, "elts", (target,))]
+            if all(isinstance(each, ast.Name) and each.id not in used for each in names):
                 return False
     return _is_called(one) or _is_called(other)
 
@@ -182,8 +183,12 @@ class _Finder:
             self.file, ".".join(scope) or "module", operator, shortened(ast.unparse(node)),
             shortened(f"ahead of {ast.unparse(moved)}" if moved else text), node.lineno,
         )  # fmt: skip
-        functions = bool(scope) and not scope[-1].endswith("{}")
-        self.found.append(Site(mutant, node, copy.deepcopy(alternative), at_import=not functions, **more))
+        early = not self._in_function(scope)
+        self.found.append(Site(mutant, node, copy.deepcopy(alternative), at_import=early, **more))
+
+    @staticmethod
+    def _in_function(scope: list[str]) -> bool:
+        return bool(scope) and not scope[-1].endswith("{}")
 
     def walk(self, node: ast.AST, scope: list[str]) -> None:
         """Looks at everything below `node` that is not text, an annotation or a pattern."""
@@ -219,7 +224,14 @@ class _Finder:
                 continue
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 continue  # a docstring
-            if i and _is_store(each) and _is_store(below[i - 1]) and _order_matters(each, below[i - 1]):
+            defines = not self._in_function(inner) and isinstance(each, ast.Assign)  # such as a type variable
+            if (
+                i
+                and _is_store(each)
+                and _is_store(below[i - 1])
+                and not defines
+                and _order_matters(each, below[i - 1])
+            ):
                 self.add(inner, "swapped statements", each, [], ahead_of=below[i - 1])
             self.walk(each, inner)
 
