@@ -28,11 +28,15 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_CONTROL = tuple(f"tests/{name}" for name in ("control", "coordinator", "loops", "cli", "metrics", "tracing"))
+_CONTROL = (
+    *("tests/control/store", "tests/control/test_[!im]*.py", "tests/coordinator"),
+    *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
+)
+"""Without those that count instructions and bytes of another process."""
 _CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
-_WORKER = tuple(
-    f"tests/{name}"
-    for name in ("worker", "transfer", "unit", "cli", "doctor", "smoke", "loops", "metrics", "tracing")
+_WORKER = (
+    *("tests/worker", "tests/transfer", "tests/unit", "tests/smoke"),
+    *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
 )
 _VLLM = (
     "tests/loops",
