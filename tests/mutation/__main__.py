@@ -91,40 +91,52 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[st
     return tried
 
 
-def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argparse.Namespace) -> list[Tried]:
-    kept = _kept(name) if given.again else {}
-    tried = {site.mutant.name: Tried(site.mutant, kept.get(site.mutant.name, {})) for site in chosen}
-    for kind, tests in ((kind, MODULES[name].tests.get(kind, ())) for kind in given.kinds):
+def _try_python(
+    chosen: dict[str, list[python_mutants.Site]], given: argparse.Namespace
+) -> dict[str, list[Tried]]:
+    """Tries the mutants of modules that have the same tests."""
+    tried = {name: _kept(name, sites, given.again) for name, sites in chosen.items()}
+    mutants = {mutant: one for of_module in tried.values() for mutant, one in of_module.items()}
+    tests = MODULES[next(iter(chosen))].tests
+    for kind in (kind for kind in given.kinds if kind in tests):
         paths = [
-            path for test in tests for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
+            path
+            for test in tests[kind]
+            for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
         ]
         left = [
-            site for site in chosen if kind not in tried[site.mutant.name].outcomes and (given.each_kind or not
-            any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values()))
+            site for sites in chosen.values() for site in sites
+            if kind not in (outcomes := mutants[site.mutant.name].outcomes)
+            and (given.each_kind or not any(each.status in KILLED for each in outcomes.values()))
         ]  # fmt: skip
-        if left and tests:
+        if left:
             most = given.seeds if kind == "simulation" else given.most
-            outcomes = python_tests.try_all(
-                [(site.mutant, site.at_import) for site in left], paths, most, FOLDER
-            )
-            for mutant, outcome in outcomes.items():
-                tried[mutant].outcomes[kind] = outcome
-    for each in (each for each in PLANTED if each.module == name and given.modules):
-        mutant = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
+            ends = python_tests.try_all([(site.mutant, site.at_import) for site in left], paths, most, FOLDER)
+            for mutant, outcome in ends.items():
+                mutants[mutant].outcomes[kind] = outcome
+    for each in (each for each in PLANTED if each.module in chosen and given.modules):
+        planted = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
         outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, FOLDER)
-        tried[each.name] = Tried(mutant, {"unit": outcome})
-    for one in tried.values():
+        tried[each.module][each.name] = Tried(planted, {"unit": outcome})
+    for one in (one for of_module in tried.values() for one in of_module.values()):
         _say(one)
-    return list(tried.values())
+    return {name: list(of_module.values()) for name, of_module in tried.items()}
 
 
-def _kept(name: str) -> dict[str, dict[str, Outcome]]:
-    """The kills of the last run of a module, by mutant and kind: tests that were added since do not undo them."""
+def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
+    """Mutants with the kills of the last run of their module: tests that were added since do not undo them."""
     path = FOLDER / f"{name}.outcomes.json"
-    last = json.loads(path.read_text()) if path.exists() else {}
+    last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
-        mutant: {kind: Outcome(*each) for kind, each in ends.items() if each[0] in KILLED}
-        for mutant, ends in last.items()
+        site.mutant.name: Tried(
+            site.mutant,
+            {
+                kind: Outcome(*each)
+                for kind, each in last.get(site.mutant.name, {}).items()
+                if each[0] in KILLED
+            },
+        )
+        for site in sites
     }
 
 
@@ -149,8 +161,11 @@ def _try(
     cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
     if any(cpp.values()):
         yield from _try_cpp(cpp, given).items()
-    for name in (name for name, sites in chosen.items() if sites and name not in cpp):
-        yield name, _try_python(name, chosen[name], given)
+    python = [name for name, sites in chosen.items() if sites and name not in cpp]
+    while python:
+        alike = [name for name in python if MODULES[name].tests == MODULES[python[0]].tests]
+        yield from _try_python({name: chosen[name] for name in alike}, given).items()
+        python = [name for name in python if name not in alike]
 
 
 def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:

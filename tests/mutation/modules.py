@@ -31,13 +31,15 @@ _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
 _CONTROL = (
     *("tests/control/store", "tests/control/test_[!im]*.py", "tests/coordinator"),
     *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
+    *(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota")),
 )
 """Without those that count instructions and bytes of another process."""
-_CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
+_OF_CONTROL = {"unit": _CONTROL, "simulation": _SIMULATION}
 _WORKER = (
     *("tests/worker", "tests/transfer", "tests/unit", "tests/smoke"),
     *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
 )
+_OF_WORKER = {"unit": _WORKER}
 _VLLM = (
     "tests/loops",
     *(
@@ -47,6 +49,8 @@ _VLLM = (
 )
 
 
+_OF_VLLM = {"unit": _VLLM}
+
 MODULES = {
     "lease": Module(("csrc/lease/*",), 90, ("lease",)),
     "plan": Module(("csrc/plan/*",), 90, ("plan",)),
@@ -55,20 +59,18 @@ MODULES = {
     "stores": Module(
         ("kvlink/coordinator/store/**/*.py",),
         90,
-        tests={"unit": (*_CONTROL, *_CONTRACT), "simulation": _SIMULATION},
+        tests=_OF_CONTROL,
     ),
     "session": Module(
         ("kvlink/control/session.py", "kvlink/control/beats.py"),
         90,
-        tests={"unit": _CONTROL, "simulation": _SIMULATION},
+        tests=_OF_CONTROL,
     ),
-    "coordinator": Module(
-        ("kvlink/coordinator/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}
-    ),
-    "control": Module(("kvlink/control/**/*.py",), 80, tests={"unit": _CONTROL, "simulation": _SIMULATION}),
-    "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": _WORKER}),
-    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": _WORKER}),
-    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": _VLLM}),
+    "coordinator": Module(("kvlink/coordinator/*.py",), 80, tests=_OF_CONTROL),
+    "control": Module(("kvlink/control/**/*.py",), 80, tests=_OF_CONTROL),
+    "worker": Module(("kvlink/worker/**/*.py",), 80, tests=_OF_WORKER),
+    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests=_OF_WORKER),
+    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests=_OF_VLLM),
 }
 
 
