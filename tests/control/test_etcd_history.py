@@ -223,6 +223,18 @@ async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: Etc
     assert refused.value.reason is Reason.NOT_READY
 
 
+async def test_changes_that_were_compacted_are_listed(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    fake_etcd.is_mute = True
+    fake_etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
+    fake_etcd.put((b"/another", b""))
+    fake_etcd._compact(pb.CompactionRequest(revision=fake_etcd.data.revision))
+    fake_etcd.is_mute = False
+    fake_etcd.calls.clear()
+    fake_etcd.cut()
+    await until(lambda: not store._mirror.members or fake_etcd.calls.count("Watch") > 3)
+    assert not store._mirror.members
+
+
 async def test_one_that_only_watches_notices(
     store: EtcdStore, fake_etcd: FakeEtcd, make_store: MakeStore
 ) -> None:

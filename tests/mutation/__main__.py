@@ -2,7 +2,7 @@
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
 PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N]
-    [--most N] [--kinds unit,model,simulation] [--each-kind] [--again]
+    [--within S] [--kinds unit,model,simulation] [--each-kind] [--again]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -110,8 +110,9 @@ def _try_python(
             and (given.each_kind or not any(each.status in KILLED for each in outcomes.values()))
         ]  # fmt: skip
         if left:
-            most = given.seeds if kind == "simulation" else given.most
-            ends = python_tests.try_all([(site.mutant, site.at_import) for site in left], paths, most, FOLDER)
+            most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
+            asked = [(site.mutant, site.at_import) for site in left]
+            ends = python_tests.try_all(asked, paths, most, within, FOLDER)
             for mutant, outcome in ends.items():
                 mutants[mutant].outcomes[kind] = outcome
     for each in (each for each in PLANTED if each.module in chosen and given.modules):
@@ -272,7 +273,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15")
     add("--seed", type=int, default=0)
     add("--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation")
-    add("--most", type=int, default=10_000, help="tests for each mutant of Python, the fastest that reach it")
+    add(
+        "--within",
+        type=float,
+        default=1e9,
+        help="seconds of tests for each mutant, of Python and the fastest",
+    )
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
     add("--again", action="store_true", help="only those of Python that survived the last run of the module")

@@ -7,8 +7,10 @@ the fastest first, until one fails. One that is made while its module is importe
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
+import itertools
 import json
 import os
 import select
@@ -96,7 +98,9 @@ class Server:
                         [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW],
                     ]
                 else:
-                    tests = tests[: self._plan["most"]]
+                    totals = itertools.accumulate(seconds for seconds, _ in tests)
+                    within = bisect.bisect(list(totals), self._plan["within"])
+                    tests = tests[: min(within + 1, self._plan["most"])]
                     chosen = [items[test] for _, test in tests]
                     line = [name, *self._try(number, chosen, [patience_s(seconds) for seconds, _ in tests])]
                 results.write(json.dumps(line) + "\n")
@@ -145,9 +149,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def try_all(
-    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, folder: Path
+    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, within: float, folder: Path
 ) -> dict[str, Outcome]:
-    """Returns by name how the tests, so many at most, end with each mutant. The flag: it is made at import."""
+    """Returns by name how the tests end with each mutant: so many at most, or within so many seconds.
+
+    The flag in `chosen`: the mutant is made at import.
+    """
     files: dict[str, dict[str, int]] = {}
     for number, (mutant, _) in enumerate(chosen, 1):
         files.setdefault(mutant.file, {})[mutant.name] = number
@@ -162,6 +169,7 @@ def try_all(
         "results": str(results),
         "patches": {},
         "most": most,
+        "within": within,
     }
     results.unlink(missing_ok=True)
     _pytest(plan, tests, folder, timeout=None)
