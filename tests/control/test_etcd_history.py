@@ -223,6 +223,17 @@ async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: Etc
     assert refused.value.reason is Reason.NOT_READY
 
 
+async def test_a_ticket_that_another_coordinator_writes_meanwhile_is_written_once(
+    store: EtcdStore, fake_etcd: FakeEtcd, make_store: MakeStore
+) -> None:
+    other = make_store()
+    await other.start()
+    fake_etcd.calls.clear()
+    await asyncio.gather(store.offer(make_offer("d")), other.offer(make_offer("d")))
+    assert fake_etcd.calls.count("Txn") == 2
+    assert await other.claim(Claim("d", 30.0)) == [make_offer("d").ticket]
+
+
 async def test_changes_that_were_compacted_are_listed(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     fake_etcd.is_mute = True
     fake_etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
