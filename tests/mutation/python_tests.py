@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import hashlib
 import itertools
 import json
 import os
@@ -68,7 +69,10 @@ def forked(action: Callable[[Callable[[], object]], Any], limits: Sequence[float
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return json.loads(text.strip() or b'"crashed"')
+    try:
+        return json.loads(text)
+    except ValueError:  # there is none, or a part
+        return "crashed"
 
 
 class Server:
@@ -82,21 +86,16 @@ class Server:
         """Takes the place of pytest's own loop."""
         items = {item.nodeid: item for item in session.items}
         gc.freeze()
-        recorded = forked(lambda stepped: self._record(list(items.values()), stepped), [_LONG_S] * len(items))
-        if not isinstance(recorded, dict):
-            raise SystemExit(f"the tests without a mutant: {recorded}")
+        recorded = self._recorded(items)
         with Path(self._plan["results"]).open("w") as results:
-            for name, number, module_number, at_import in self._plan["mutants"]:
-                reaching = module_number if at_import else number
+            for name, number, _, at_import in self._plan["mutants"]:
+                reaching = name.partition(":")[0] if at_import else name
                 tests = sorted(
-                    (seconds, test) for test, (seconds, reached) in recorded.items() if reaching in reached
+                    (seconds, test) for test, (_, seconds, reached) in recorded.items() if reaching in reached
                 )
                 if at_import:
-                    line = [
-                        name,
-                        "at import",
-                        [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW],
-                    ]
+                    named = [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW]
+                    line = [name, "at import", named]
                 else:
                     totals = itertools.accumulate(seconds for seconds, _ in tests)
                     within = bisect.bisect(list(totals), self._plan["within"])
@@ -107,15 +106,43 @@ class Server:
                 results.flush()
         return True
 
+    def _recorded(self, items: dict[str, pytest.Item]) -> dict[str, Any]:
+        """When its file was written, how long it takes, and which mutants and files it reaches, by test.
+
+        What an earlier run has seen of the same mutants is not looked at again.
+        """
+        mutants = {name for name, *_ in self._plan["mutants"]}
+        seen = Path(self._plan["seen"])
+        before = json.loads(seen.read_text()) if seen.exists() else {"mutants": [], "tests": {}}
+        known = before["tests"] if mutants.issubset(before["mutants"]) else {}
+        written = {test: item.path.stat().st_mtime for test, item in items.items()}
+        recorded = {
+            test: known[test] for test, at in written.items() if test in known and known[test][0] == at
+        }
+        left = [item for test, item in items.items() if test not in recorded]
+        if left:
+            found = forked(lambda stepped: self._record(left, stepped), [_LONG_S] * len(left))
+            if not isinstance(found, dict):
+                raise SystemExit(f"the tests without a mutant: {found}")
+            recorded |= {test: [written[test], *row] for test, row in found.items()}
+            every = before["mutants"] if known else sorted(mutants)
+            seen.write_text(json.dumps({"mutants": every, "tests": {**known, **recorded}}))
+        return {test: row for test, row in recorded.items() if row[1] is not None}
+
     def _record(self, items: Sequence[pytest.Item], stepped: Callable[[], object]) -> dict[str, Any]:
-        """How long each test takes, and which mutants it reaches."""
+        """How long each test takes, None if it does not pass, and what it reaches."""
+        names = {number: name for name, number, _, _ in self._plan["mutants"]}
+        names |= {number: name.partition(":")[0] for name, _, number, _ in self._plan["mutants"]}
         recorded = {}
         for item, following in zip(items, [*items[1:], None], strict=True):
             Switch.reached.clear()
             began = time.monotonic()
             failed, skipped = _run(item, following)
-            if not failed and not skipped:
-                recorded[item.nodeid] = (time.monotonic() - began, sorted(Switch.reached))
+            seconds = None if failed or skipped else time.monotonic() - began
+            recorded[item.nodeid] = (
+                seconds,
+                sorted(names[number] for number in Switch.reached if number in names),
+            )
             stepped()
         return recorded
 
@@ -170,6 +197,7 @@ def try_all(
         "patches": {},
         "most": most,
         "within": within,
+        "seen": str(folder / f"seen.{hashlib.sha256(repr(tests).encode()).hexdigest()[:8]}.json"),
     }
     results.unlink(missing_ok=True)
     _pytest(plan, tests, folder, timeout=None)
