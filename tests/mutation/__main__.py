@@ -28,6 +28,8 @@ from mutation.modules import MODULES, ROOT, files_of
 from mutation.mutants import KILLED, Mutant, Outcome, interval, sample
 
 FOLDER = ROOT / "build" / "mutation"
+"""Has a score a module, in JSON, and its survivors."""
+WORK = FOLDER / "work"
 _SPARE = 1.4
 """So many times the sample is compiled, because some mutants of C++ do not."""
 
@@ -112,12 +114,12 @@ def _try_python(
         if left:
             most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
             asked = [(site.mutant, site.at_import) for site in left]
-            ends = python_tests.try_all(asked, paths, most, within, FOLDER)
+            ends = python_tests.try_all(asked, paths, most, within, WORK)
             for mutant, outcome in ends.items():
                 mutants[mutant].outcomes[kind] = outcome
     for each in (each for each in PLANTED if each.module in chosen and given.modules):
         planted = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
-        outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, FOLDER)
+        outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, WORK)
         tried[each.module][each.name] = Tried(planted, {"unit": outcome})
     for one in (one for of_module in tried.values() for one in of_module.values()):
         _say(one)
@@ -126,7 +128,7 @@ def _try_python(
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
     """Mutants with the kills of the last run of their module: tests that were added since do not undo them."""
-    path = FOLDER / f"{name}.outcomes.json"
+    path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
         site.mutant.name: Tried(
@@ -212,9 +214,7 @@ def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[
 
 def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
-    (FOLDER / f"{name}.outcomes.json").write_text(
-        json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n"
-    )
+    (WORK / f"{name}.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
     rows = [
         f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
         for t in tried
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--again", action="store_true", help="only those of Python that survived the last run of the module")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     given.sample = given.sample or (100 if given.modules else 15)
     if not given.modules:
         return _try_change(given)
