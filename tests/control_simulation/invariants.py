@@ -13,6 +13,8 @@ from control_simulation.processes import true_time
 MOST_PER_S = {"lines": 1.0, "messages": 150.0, "store calls": 40.0, "steps": 600.0}
 """Bounds the fleet over a round: warnings and errors that are logged, messages on the network, calls that etcd
 answers, and callbacks that coordinators run."""
+MOST_STEPS = 200
+"""Bounds the callbacks that one call runs, or one message of a stream."""
 LATEST_S = 45.0
 """A ticket's time counts from its arrival at the store, which faults delay by no more than this."""
 

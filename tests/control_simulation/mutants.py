@@ -290,6 +290,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "12",
+        "a call polls for its write",
+        f"{_STORE}.etcd.sync",
+        "        await asyncio.wait([done], timeout=_STALE_S)\n",
+        "        while not done.done():\n            await asyncio.sleep(1e-4)\n",
+    ),
+    Mutant(
+        "12",
         "calls that run on a channel that was renewed are cut",
         f"{_CONTROL}.security.reloading_channel",
         "if self._retired and not self._running and",

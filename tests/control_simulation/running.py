@@ -42,6 +42,7 @@ _CALLS = (
     "settle",
     "settle, in vain",
     "settle at rest",
+    "settle without a stream",
     "visit",
     "visit, in vain",
     "visit at rest",

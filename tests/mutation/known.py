@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_STORE = "kvlink/coordinator/store/"
+_ETCD = f"{_STORE}etcd/"
 _PLAN = "csrc/plan/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
@@ -32,6 +34,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_PLAN}planner.cc:has_repeated: constant: 1 -> 1 + 1 #1": "the bitmap has one word more, which stays 0",
         f"{_PLAN}layout_check.cc:rows_touch: exchanged arguments: std::clamp(below, -last, last) -> "
         "std::clamp(-last, below, last)": "both are min(max(below, -last), last)",
+    },
+    "stores": {
+        f"{_ETCD}history.py:History.__init__: constant: 0 -> 1 #2":
+            "etcd's first revision is 1, so that no answer is below it either",
+        f"{_ETCD}mirror.py:Mirror._known_keys: skipped branch: request.claimed_revision -> True":
+            "the deletion of a record that is not there sets what is None to None, and leaves a timer that is not set",
+        f"{_ETCD}sync.py:Sync._start_over: swapped statements: self._revision, self._last = (0, []) -> "
+        "ahead of self._history.clear()": "neither uses what the other changes",
+        f"{_ETCD}mirror.py:Mirror.expire: swapped statements: self.num_expired += 1 -> "
+        "ahead of self._end(name, refusals.expired(ticket.offer))": "neither uses what the other changes",
+        f"{_STORE}pending_offers.py:PendingOffers._drop: swapped statements: self._prune(request_id, request) -> "
+        "ahead of self._end(request_id, why)": "neither uses what the other changes",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
