@@ -194,9 +194,10 @@ test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debia
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
 	.ci/pythons python
 
+# EXTRAS="metrics otel": only these.
 .PHONY: test-extras
 test-extras: build ## each extra installed by itself, without constraints, and imported; torch may have 5 GB
-	.ci/extras $(PYTHON)
+	.ci/extras $(PYTHON) $(EXTRAS)
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
