@@ -166,9 +166,13 @@ test-pages: build $(VENV)/.checked ## the status page and the report in Chromium
 	pytest -m verify tests/pages
 
 .PHONY: release-wheel
-release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
+release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, and the sdist; tried in a fresh environment
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
+
+.PHONY: same-bytes
+same-bytes: release-wheel ## the same wheel and sdist from another folder, at another time, have the same hash; a whole build
+	.ci/same-bytes $(PYTHON)
 
 # ARCH=aarch64: for that processor.
 .PHONY: release-wheels

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterator
 
@@ -35,7 +36,8 @@ def machine(user: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fre
 @pytest.fixture(scope="module")
 def wheel(machine: FreshRoot) -> str:
     """Where the wheel is that install.md lets stand for the dot of `pip install .`."""
-    wheels = sorted((ROOT / "dist" / "release").glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    found = (ROOT / "dist" / "release").glob(f"*-cp311-*{platform.machine()}.whl")  # bookworm has Python 3.11
+    wheels = sorted(found, key=lambda wheel: wheel.stat().st_mtime)
     if not wheels:
         pytest.skip("no wheel in dist/release: make release-wheel")
     return machine.put(wheels[-1], "/srv")
