@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvlink
 from kvlink import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +80,18 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     )
     there = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index", "404"}
     assert listed == Counter(there)
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    """Users find an example there of each that they call or build themselves."""
+    page = (DOCS / "reference" / "python-api.md").read_text()
+    listed = set(re.findall(r"^\.\. auto\w+:: kvlink\.(\w+)$", page, re.MULTILINE))
+    shown = "".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    names = set(kvlink.__all__) - {each.__name__ for each in public_errors()} - {"StaleReason", "__version__"}
+    assert listed == names
+    returned = {"KVLayout", "PathTaken", "PreparedPull", "PrefixChoice", "Pull", "PullStats", "Relay"}
+    returned |= {"ReadyUnit", "SharedPrefix", "Termination", "errors"}
+    assert {name for name in names if not re.search(rf"\bkvlink\.{name}\b", shown)} == returned
 
 
 def public_errors() -> list[type[errors.KVLinkError]]:
