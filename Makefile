@@ -181,6 +181,7 @@ release-wheels: venv ## dist/release/: a wheel for each Python that the metadata
 
 .PHONY: test-aarch64
 test-aarch64: build ## a wheel for aarch64, cross-compiled, and imported and used under qemu-user (root)
+	.ci/system-packages $(PYTHON) aarch64
 	ARCH=aarch64 .ci/release-wheel $(PYTHON)
 	.ci/test-aarch64 "$$(ls -t dist/release/*aarch64.whl | head -n 1)"
 
