@@ -169,9 +169,13 @@ test-pages: build $(VENV)/.checked ## the status page and the report in Chromium
 	pytest -m verify tests/pages
 
 .PHONY: release-wheel
-release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
+release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, and the sdist; tried in a fresh environment
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
+
+.PHONY: same-bytes
+same-bytes: release-wheel ## the same wheel and sdist from another folder, at another time, have the same hash; a whole build
+	.ci/same-bytes $(PYTHON)
 
 # ARCH=aarch64: for that processor.
 .PHONY: release-wheels
@@ -180,6 +184,7 @@ release-wheels: venv ## dist/release/: a wheel for each Python that the metadata
 
 .PHONY: test-aarch64
 test-aarch64: build ## a wheel for aarch64, cross-compiled, and imported and used under qemu-user (root)
+	.ci/system-packages $(PYTHON) aarch64
 	ARCH=aarch64 .ci/release-wheel $(PYTHON)
 	.ci/test-aarch64 "$$(ls -t dist/release/*aarch64.whl | head -n 1)"
 
@@ -197,9 +202,10 @@ test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debia
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
 	.ci/pythons python
 
+# EXTRAS="metrics otel": only these.
 .PHONY: test-extras
 test-extras: build ## each extra installed by itself, without constraints, and imported; torch may have 5 GB
-	.ci/extras $(PYTHON)
+	.ci/extras $(PYTHON) $(EXTRAS)
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
