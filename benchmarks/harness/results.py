@@ -61,6 +61,18 @@ KINDS = {
         "p50_us_95 of_ttft prefill_ranks_read left_out cpu_s_per_gib started_late",
     ),
     "cold": Kind("transport model tp pp tokens", "first_us", "transport tokens first_us second_us"),
+    "beside": Kind(
+        "compute transport model tp pp block_tokens layout order tokens prefills",
+        "p50_us",
+        "compute transport tokens p50_us ratio step_us step_ratio verified failed alone_us step_alone_us p99_us "
+        "p50_us_95 tp pp iters steps",
+    ),
+    "burst": Kind(
+        "suite workload transport tokens page_tokens requests",
+        "p50_us",
+        "transport tokens page_tokens requests p50_us of_limit verified failed gib_per_s p99_us workload "
+        "pieces limit p50_us_95 cpu_s_per_gib iters why_not",
+    ),
     "saturation": Kind("transport model tp pp tokens slots"),
     "peers": Kind(
         "path peer mode block_bytes blocks",

@@ -24,7 +24,8 @@ _WHERE = {HOST: "on one host", TCP: "over TCP"}
 _TIMES = 2.0  # from which on a ratio reads better than percents
 _NOISE = 0.02
 _TITLES = {
-    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation", "gpu": "GPU memory",
+    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation",
+    "beside": "Handoffs beside decoding", "burst": "Bursts of public suites", "gpu": "GPU memory",
     "plan": "Planning", "control": "The coordinator", "scale": "Fleets of a coordinator",
     "simulation": "Simulated fleets", "validation": "The simulation beside real pulls", "prediction": "Predictions",
     "fit": "Fitted cost models",
