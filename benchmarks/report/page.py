@@ -19,7 +19,14 @@ from ..peers.modes import HOST, TCP
 from .comparison import compare
 from .html import Bar, bars, document, folded, size_text, table, time_text
 
-_NAMES = {"nixl": "NIXL", "ucx": "UCX", "uccl": "UCCL", "mooncake": "Mooncake", "infinistore": "InfiniStore"}
+_NAMES = {
+    "nixl": "NIXL",
+    "ucx": "UCX",
+    "uccl": "UCCL",
+    "mooncake": "Mooncake",
+    "infinistore": "InfiniStore",
+    "openmpi": "Open MPI",
+}
 _WHERE = {HOST: "on one host", TCP: "over TCP"}
 _TIMES = 2.0  # from which on a ratio reads better than percents
 _NOISE = 0.02
