@@ -322,7 +322,7 @@ def measure_scale(
 
 @app.command("growth")
 def measure_growth(as_json: Json = False) -> None:
-    """Measure how costs grow with blocks, peers, leases out and readers; an exponent of 1 is linear.
+    """Measure how costs grow with blocks, peers, leases, prefixes and readers; an exponent of 1 is linear.
 
     The exponent is the largest of any step of the tail. The exit status is 1 if one does not hold.
     """
