@@ -19,12 +19,20 @@ from ..peers.modes import HOST, TCP
 from .comparison import compare
 from .html import Bar, bars, document, folded, size_text, table, time_text
 
-_NAMES = {"nixl": "NIXL", "ucx": "UCX", "uccl": "UCCL", "mooncake": "Mooncake", "infinistore": "InfiniStore"}
+_NAMES = {
+    "nixl": "NIXL",
+    "ucx": "UCX",
+    "uccl": "UCCL",
+    "mooncake": "Mooncake",
+    "infinistore": "InfiniStore",
+    "openmpi": "Open MPI",
+}
 _WHERE = {HOST: "on one host", TCP: "over TCP"}
 _TIMES = 2.0  # from which on a ratio reads better than percents
 _NOISE = 0.02
 _TITLES = {
-    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation", "gpu": "GPU memory",
+    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation",
+    "beside": "Handoffs beside decoding", "burst": "Bursts of public suites", "gpu": "GPU memory",
     "plan": "Planning", "control": "The coordinator", "scale": "Fleets of a coordinator",
     "simulation": "Simulated fleets", "validation": "The simulation beside real pulls", "prediction": "Predictions",
     "fit": "Fitted cost models",
