@@ -29,7 +29,7 @@ struct PathCounts {
   static constexpr size_t kStaleReasons = static_cast<size_t>(StaleReason::kRestarted) + 1;
   uint64_t valid = 0, bytes = 0, num_ops = 0, num_segments = 0;  // bytes and on: of valid transfers
   uint64_t unsettled = 0;  // valid, but the owner could not be told by this path
-  uint64_t redone = 0;     // steps that a lane gave back and another one, or the same, did again
+  uint64_t redone = 0;     // steps that a lane returned and another one, or the same, did again
   std::array<uint64_t, kCodes> failed{};
   /// The stale ones of `failed`, by StaleReason: of leases that pin their blocks, and of soft ones.
   std::array<std::array<uint64_t, kStaleReasons>, 2> stale{};

@@ -25,7 +25,7 @@ namespace kvlink {
 struct TransferStats {
   uint64_t bytes = 0;
   uint64_t num_ops = 0, num_segments = 0;
-  uint64_t redone = 0;  // steps that a lane gave back
+  uint64_t redone = 0;  // steps that a lane returned
   int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
@@ -176,8 +176,8 @@ class Transfer {
   const std::function<void(uint64_t)> on_proven_;
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
-  ReadOp slot_op_;
-  Segment slot_segment_;
+  ReadOp slot_op_ = {};
+  Segment slot_segment_ = {};
 
   Atomic<TransferState> state_{TransferState::kPending};
   Atomic<bool> stopping_{false};

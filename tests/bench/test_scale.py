@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load generator with a handful of workers: that all join, beat, hear and come back. Timings gate nothing."""
+"""The load generator with a handful of workers: all join, beat, receive events and rejoin. Timings gate nothing."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ print(max(resident(), highest()) - before)
 
 
 def test_eight_hostile_batches_take_no_memory() -> None:
-    """In a process of its own: what others took and gave back does not count."""
+    """In a process of its own: what others took and freed does not count."""
     grown = int(
         subprocess.run([sys.executable, "-c", _EIGHT], check=True, capture_output=True, text=True).stdout
     )

@@ -373,6 +373,24 @@ def test_what_is_published_while_a_call_runs_is_sent_by_the_next() -> None:
 
 
 @virtual
+async def test_a_worker_that_leaves_while_it_publishes_leaves_nothing() -> None:
+    store = MemoryStore()
+    await store.start()
+    service = PrefixService(store)
+    await store.join(make_card("gone"), rejoin=False)
+    many = tuple(prefix("a", str(number)) for number in range(1_000))
+    publishing = asyncio.ensure_future(service.publish(PrefixChanges("gone", 1, many)))
+    await asyncio.sleep(0)  # for the first of them
+    await store.leave("gone", 1)
+    with pytest.raises(RefusedError, match="'gone' is not joined"):
+        await publishing
+    await asyncio.sleep(2.0)
+    assert not await service.find(query("a"))
+    await service.close()
+    await store.close()
+
+
+@virtual
 async def test_a_watch_that_fell_behind_is_begun_again() -> None:
     store = MemoryStore()
     await store.start()

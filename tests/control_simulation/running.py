@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one seed: rounds of faults, each followed by two leases of peace and a look at everything."""
+"""Runs one seed: rounds of faults, each followed by two leases of peace and a check of everything."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ _CALLS = (
     "settle",
     "settle, in vain",
     "settle at rest",
+    "settle without a stream",
     "visit",
     "visit, in vain",
     "visit at rest",

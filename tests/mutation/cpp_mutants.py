@@ -35,7 +35,9 @@ _KEYWORDS = re.compile(
     "friend|goto|if|int|new|operator|return|short|signed|sizeof|static|static_assert|struct|switch|template|throw|try|"
     "typedef|typename|unsigned|using|void|while|static_cast|reinterpret_cast|const_cast|decltype|assert"
 )
-_OPAQUE = frozenset(("constexpr", "static_assert", "using", "typedef", "case", "assert"))
+_OPAQUE = frozenset(
+    ("constexpr", "static_assert", "using", "typedef", "case", "assert", "KVLINK_CHECK", "KVLINK_DCHECK")
+)
 _TYPES = frozenset(("namespace", "class", "struct", "union", "enum", "extern"))
 _ENDS = frozenset(
     ("(", "[", "{", ")", "]", "}", ",", ";", "?", ":", "return", "=", "+=", "-=", "|=", "&=", "<<=", "*=")

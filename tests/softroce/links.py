@@ -20,7 +20,7 @@ def netdev(device: str) -> str:
 
 @contextlib.contextmanager
 def down(device: str) -> Iterator[None]:
-    """Its port is down, and whoever watches its async events hears it at once."""
+    """Its port is down, and whoever watches its async events receives the event at once."""
     _ip("link", "set", netdev(device), "down")
     try:
         yield

@@ -256,7 +256,7 @@ bool Nic::loses_large(const Gid& peer) const {
 }
 
 Status Nic::check() const {
-  if (gone()) return unusable(name_, "is gone", "it rejoins automatically once it is back; see dmesg");
+  if (removed()) return unusable(name_, "is gone", "it rejoins automatically once it is back; see dmesg");
   ibv_port_attr port{};
   if (Status status = query(port); !status.ok()) return status;
   if (port.state == IBV_PORT_ACTIVE) return {};
@@ -277,16 +277,16 @@ void Nic::lose(const std::string& why, bool for_good) {
     std::lock_guard lock(mutex_);
     why_lost_ = why;
   }
-  if (for_good) gone_.store(true, std::memory_order_release);
+  if (for_good) removed_.store(true, std::memory_order_release);
   losses_.fetch_add(1, std::memory_order_acq_rel);
 }
 
 void Nic::poll() {
-  if (!gone() && node_.gone()) remove();
+  if (!removed() && node_.removed()) remove();
 }
 
 void Nic::remove() {
-  if (!gone()) lose("was removed", true);
+  if (!removed()) lose("was removed", true);
 }
 
 void Nic::take_events() {

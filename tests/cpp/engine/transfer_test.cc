@@ -68,6 +68,21 @@ TEST_F(TransferTest, ALaneThatBreaksUnderDataAndSlotReadHasBothReadAgain) {
   }
 }
 
+TEST_F(TransferTest, APullOfNothingIsNotStaged) {
+  TransferDriver driver{[] {}, [](const Transfer&, int64_t) {}};
+  driver.policy = std::make_shared<StagingPolicy>(StagingCosts{{}, {}, true}, 0);
+  PullRequest request;
+  request.planner = planner;
+  request.owner_blocks = owner;
+  request.reader_blocks = reader;
+  request.seat = {1, kNonce, kSettle};
+  request.deadline_ns = kFar;
+  for (const uint32_t tokens : {0u, 3u}) {
+    request.tokens = {0, tokens};
+    EXPECT_EQ(Transfer(request, 0, std::make_shared<TransferDriver>(driver)).stats().staged, tokens > 0);
+  }
+}
+
 TEST_F(TransferTest, TwoOrderedLanesPromiseNothingToEachOther) {
   auto transfer = start();
   const Step a = transfer->next(kOneOp, true, 0, 1), b = transfer->next(kOneOp, true, 1, 1),
@@ -147,6 +162,7 @@ TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
       EXPECT_EQ(transfer->next(kOneOp, false, 0, 1).kind, Kind::kNone);
     }
     EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, 0})->done());
+    EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, kSmallestNonce})->done());
   }
 }
 

@@ -257,15 +257,15 @@ TEST(VerbsSearch, OneThatComesAndGoesIsTrustedLess) {
 
 TEST(VerbsNode, GoesWithItsDeviceAndIsNotTakenForTheNext) {
   const auto path = std::filesystem::temp_directory_path() / ("node-" + std::to_string(::getpid()));
-  EXPECT_FALSE(DeviceNode(path).gone());  // never seen
+  EXPECT_FALSE(DeviceNode(path).removed());  // never seen
   std::filesystem::create_directory(path);
   const DeviceNode node(path);
-  EXPECT_FALSE(node.gone());
+  EXPECT_FALSE(node.removed());
   const auto aside = path.string() + "-aside";
   std::filesystem::rename(path, aside);
-  EXPECT_TRUE(node.gone());
+  EXPECT_TRUE(node.removed());
   std::filesystem::create_directory(path);
-  EXPECT_TRUE(node.gone());
+  EXPECT_TRUE(node.removed());
   std::filesystem::remove(path);
   std::filesystem::remove(aside);
 }
@@ -275,11 +275,11 @@ TEST(VerbsNode, ARemovalThatNoEventTellsOfIsSeen) {
   std::filesystem::create_directory(path);
   const auto nic = open_nic({"made_up", 1, 1}, DeviceNode(path));
   nic->poll();
-  EXPECT_FALSE(nic->gone());
+  EXPECT_FALSE(nic->removed());
   std::filesystem::remove(path);
   nic->poll();
   nic->poll();
-  EXPECT_TRUE(nic->gone());
+  EXPECT_TRUE(nic->removed());
   EXPECT_EQ(nic->losses(), 1U);
   EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 was removed");
 }
