@@ -283,7 +283,7 @@ bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside it
 	kvlink bench peers --seconds 0.5 --blocks 1 --block-bytes 16384 --json >>build/bench/results.jsonl
 	kvlink bench plan --json >>build/bench/results.jsonl
 	kvlink bench pull --json >>build/bench/results.jsonl
-	kvlink bench migrate --json >>build/bench/results.jsonl
+	kvlink bench migrate --tokens 256,4096 --beside cpu --json >>build/bench/results.jsonl
 	-kvlink simulate --validate shm --json >>build/bench/results.jsonl
 	kvlink simulate --requests 4000 --popular 0.02 --json >>build/bench/results.jsonl
 	kvlink predict --calibrate build/bench/results.jsonl

@@ -115,7 +115,7 @@ def torch_with_gpu() -> Any:
     try:
         import torch
     except ImportError:
-        raise ConfigError("bench gpu compares on the GPU with torch; run pip install torch") from None
+        raise ConfigError("work on the GPU needs torch here; run pip install torch") from None
     if not torch.cuda.is_available():
         raise ConfigError(
             "torch sees no GPU here; run on a machine with a GPU, and install a CUDA build of torch"

@@ -95,6 +95,7 @@ KINDS = {
     ),
     "scale": Kind("what workers phase of", "cpu_s"),
     "growth": Kind("of cost number", "value"),
+    "exponent": Kind("of cost", "", "of cost exponent holds to needs"),
     "simulation": Kind(
         "path model load popular lease_s workers",
         "",
@@ -170,7 +171,7 @@ def publish(kind: str, parts: Sequence[Iterable[Row]], as_json: bool, title: str
 
 def fails(row: Row) -> bool:
     """Returns whether a row says that bytes were wrong, a request failed, or a bound of the gate does not hold."""
-    judged = row.get("kind") in ("growth", "validation") and row.get("holds") is False
+    judged = row.get("kind") in ("growth", "exponent", "validation") and row.get("holds") is False
     return judged or row.get("verified", True) is False or bool(row.get("failed"))
 
 

@@ -74,7 +74,7 @@ def _rows(growth: Growth) -> Iterator[Row]:
         verdict = judged(curve, bare)
         if cost == growth.beside:  # what the machine does
             verdict = {name: verdict[name] for name in ("exponent", "to")}
-        yield {"of": growth.of, "cost": cost, **verdict}
+        yield {"kind": "exponent", "of": growth.of, "cost": cost, **verdict}
 
 
 def judged(curve: Mapping[int, float], bare: Mapping[int, float]) -> Row:

@@ -80,8 +80,7 @@ def _hashable(row: Row) -> tuple[Any, ...]:
         hash(key := key_of(row))
     except TypeError as error:
         raise ConfigError(f"a row of the results has a list where it needs a value: {error}") from error
-    extra = (str(row.get("cost")), "exponent" in row) if row["kind"] == "growth" else ()
-    return (*key, *extra)
+    return key
 
 
 def write(results: Sequence[Results], title: str = "") -> str:
@@ -158,7 +157,10 @@ def _sections(found: Results) -> Iterator[tuple[str, str]]:
         "".join(_titled(said) + drawn for said, drawn in pulls(found.rows.get("pull", ()))),
     )
     yield "Where the time of a handoff goes", _handoffs(found.rows.get("migrate", ()))
-    yield "How costs grow", "".join(_growths(found.rows.get("growth", ())))
+    yield (
+        "How costs grow",
+        "".join(_growths([*found.rows.get("growth", ()), *found.rows.get("exponent", ())])),
+    )
     for kind, title in _TITLES.items():
         if kind != "migrate":
             yield title, table(title, map(_shown, found.rows.get(kind, ())))
