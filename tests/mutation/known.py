@@ -8,7 +8,7 @@ from typing import NamedTuple
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
-_PLAN = "csrc/plan/"
+_PLAN, _ENGINE, _STAGING = "csrc/plan/", "csrc/engine/", "csrc/staging/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
@@ -46,6 +46,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "ahead of self._end(name, refusals.expired(ticket.offer))": "neither uses what the other changes",
         f"{_STORE}pending_offers.py:PendingOffers._drop: swapped statements: self._prune(request_id, request) -> "
         "ahead of self._end(request_id, why)": "neither uses what the other changes",
+    },
+    "engine": {
+        f"{_ENGINE}transfer.cc:Transfer::next: constant: 0 -> 0 + 1 #1":
+            "twice 1 ns is less than the shortest wait, which is then taken as for 0",
+        f"{_ENGINE}pull.cc:Pull::ask: swapped statements: actions_.push_back(action); control_->push(token()); -> "
+        "control_->push(token()); actions_.push_back(action);":
+            "both are done under the lock under which the control thread takes the actions",
+        f"{_ENGINE}engine.cc:Engine::accept: constant: kAcceptNs -> kAcceptNs + 1": "1 ns more of two seconds",
+        f"{_ENGINE}engine.cc:Engine::open: swapped statements: std::erase_if(connections_, [](const auto& known) "
+        "{ return k~61b75779 -> connections_.push_back(connection); std::erase_if(connection~82ff1239":
+            "the new connection is held here, so it has not expired",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
