@@ -184,6 +184,9 @@ async def test_the_oldest_prefix_of_the_largest_tenant_makes_room() -> None:
     assert await bounded.found("large", "abcdefgh") == "efgh"
     status = await bounded.counted()
     assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (6, 4, 10)
+    set_caller(Caller("small"))
+    status = await bounded.service.counted(CoordinatorStatus())
+    assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (2, 0, 2)
     await bounded.service.close()
 
 
