@@ -62,7 +62,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "coordinator": {
         "kvlink/coordinator/coordinator.py:Coordinator.__init__: swapped statements: "
-        "self.counts = self._server.counts -> ahead of self._prefixes = PrefixService(self._store, limits)": "neither uses the other",
+        "self.counts = self._server.counts -> ahead of self._prefixes = PrefixService(self._store, limits)":
+            "neither uses the other",
         f"{_DIRECTORY}._drop: constant: 0 -> 1": "in an assertion: a copy counts 2,048 bytes or more",
         f"{_DIRECTORY}._enter: swapped statements: self.num_bytes += child.num_copies * _BYTES_OF_PLACE -> "
         "ahead of child.split(common)": "a split leaves the number of copies as it was",
