@@ -27,14 +27,15 @@ from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Overloaded, RefusedError
 from kvlink.control.rpc.peer_address import caller_number, serving
 from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
-from kvlink.control.security.callers import _OBSERVERS_CALL
+from kvlink.control.security.callers import _OBSERVERS_CALL, set_caller
 from kvlink.control.security.policy import Trust
 from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
-from kvlink.control.values import Watch
+from kvlink.control.values import Claim, Watch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.coordinator import store_maker
-from kvlink.coordinator.tenant_stores import stores
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.coordinator.tenant_stores import TenantStores, stores
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import plain
 from kvlink.types import Joined
@@ -90,6 +91,17 @@ async def test_tenants_are_strangers_under_the_same_names(pki: Pki, coordinator:
         assert (await other.status()).workers == 2
         assert settled == []
         await session.close()
+
+
+async def test_stores_of_tenants_are_closed_with_theirs() -> None:
+    tenants = TenantStores(lambda tenant: MemoryStore())
+    set_caller(Caller("acme"))
+    await tenants.workers()  # so that it has started
+    waiting = tenants.claim(Claim("r", 60.0))
+    await tenants.close()
+    assert waiting.done()
+    with pytest.raises(RefusedError, match="is shutting down"):
+        await waiting
 
 
 async def test_what_workers_report_stays_with_their_tenant(pki: Pki, coordinator: Coordinator) -> None:

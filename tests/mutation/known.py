@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
 _PLAN, _ENGINE, _STAGING = "csrc/plan/", "csrc/engine/", "csrc/staging/"
@@ -67,6 +68,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "those who wait for the event go on when the loop runs again, which is after both",
         f"{_SWAPPED.format('_stay_joined')}: self._joined.clear() -> ahead of self.state = SessionState.REJOINING":
             "nobody looks at either before the loop runs again",
+        f"{_SWAPPED.format('__init__')}: self._on_settle = guarded('session settles', on_settle) -> "
+        "ahead of self._membership = membership": "neither uses the other",
+    },
+    "coordinator": {
+        "kvlink/coordinator/coordinator.py:Coordinator.__init__: swapped statements: "
+        "self.counts = self._server.counts -> ahead of self._prefixes = PrefixService(self._store, limits)":
+            "neither uses the other",
+        f"{_DIRECTORY}._drop: constant: 0 -> 1": "in an assertion: a copy counts 2,048 bytes or more",
+        f"{_DIRECTORY}._enter: swapped statements: self.num_bytes += child.num_copies * _BYTES_OF_PLACE -> "
+        "ahead of child.split(common)": "a split leaves the number of copies as it was",
+        f"{_DIRECTORY}._remove_part: swapped statements: part = copy.parts.pop(rank, None) -> "
+        "ahead of self._leave(copy)": "leaving the tree looks at the servers and the keys, which the part is not among",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""
