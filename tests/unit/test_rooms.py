@@ -25,6 +25,7 @@ ALLOWED = {
     "transports/verbs": {"base", "memory", "transport_api", "transports"},
     "transports/fault": {"base", "transport_api", "transports"},
     "engine": {"base", "memory", "transport_api", "device", "plan", "lease", "staging", "transports"},
+    "channel": {"base", "engine"},
     "bindings": {"base", "memory", "device", "plan", "engine", "transports"},
     "bench": {"base", "memory", "device", "plan", "lease", "staging", "transports/verbs", "bindings"},
 }
