@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -89,6 +90,25 @@ bool control(int epoll, int operation, int fd, uint32_t events, uint64_t data) {
   return ::epoll_ctl(epoll, operation, fd, &event) == 0;
 }
 
+/// A thread begins with the mask of the one that starts it. Signals of the process are for the program's own
+/// threads; those that tell of a fault in the running code stay.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS})
+      ::sigdelset(&all, fault);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 }  // namespace
 
 void refuse_calls(Refuses refuses) { refuses_call.store(refuses, std::memory_order_relaxed); }
@@ -129,6 +149,7 @@ Result<UniqueFd> timer(const std::string& doing, Code code) {
 Result<std::thread> start_thread(const std::string& doing, const char* name, std::function<void()> body) {
   if (refused("pthread_create")) return failed(Code::kConfig, doing, "pthread_create", errno);
   try {
+    const SignalsBlocked blocked;
     std::thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name);  // for debuggers; nothing depends on it
     return thread;

@@ -13,7 +13,7 @@ constexpr Bounds kEmpty{0, 0}, kRefusal{12, 12 + 2 * kMaxTextBytes};
 
 }  // namespace
 
-std::optional<Bounds> before_admission(Type type) {
+std::optional<Bounds> of_hellos(Type type) {
   if (type != Type::kHello) return {};
   return Bounds{sizeof(Hello), sizeof(Hello)};
 }
@@ -33,8 +33,14 @@ std::optional<Bounds> of_requests(Type type) {
   }
 }
 
+std::optional<Bounds> of_greetings(Type type) {
+  if (type == Type::kGreeting) return Bounds{sizeof(Instance), sizeof(Instance)};
+  if (type == Type::kRefused) return kRefusal;
+  return {};
+}
+
 std::optional<Bounds> of_verdicts(Type type) {
-  if (type == Type::kAdmitted || type == Type::kOtherInstance) return kEmpty;
+  if (type == Type::kAdmitted) return kEmpty;
   if (type == Type::kRefused) return kRefusal;
   return {};
 }

@@ -19,9 +19,9 @@ inline constexpr uint16_t kVersion = 1;
 
 /// The numbers are those on the wire. A request is followed by its answer; kRefused answers any of them.
 enum class Type : uint16_t {
-  kHello = 1,
+  kGreeting = 1,
+  kHello,
   kAdmitted,
-  kOtherInstance,
   kRefused,
   kCard,
   kCardIs,
@@ -45,13 +45,12 @@ static_assert(sizeof(FrameHeader) == 16);
 using Instance = std::array<char, 16>;
 using Secret = std::array<char, 32>;
 
-/// What a process shows to be admitted: which process it means, and that it has its card.
+/// Shows who the reader is, and that it has the card of the owner.
 struct Hello {
-  Instance owner{};
   Instance caller{};
   Secret secret{};
 };
-static_assert(sizeof(Hello) == 64);
+static_assert(sizeof(Hello) == 48);
 
 inline constexpr uint32_t kMaxConnectBytes = 64 << 10;
 inline constexpr uint32_t kMaxConnectedBytes = 1 << 20;
@@ -65,9 +64,10 @@ struct Bounds {
 };
 /// Returns the bounds of a type's body, or nothing for a type that may not come now.
 using BoundsOf = std::optional<Bounds> (*)(Type type);
-std::optional<Bounds> before_admission(Type type);
+std::optional<Bounds> of_hellos(Type type);  // before admission
 std::optional<Bounds> of_requests(Type type);
-std::optional<Bounds> of_verdicts(Type type);
+std::optional<Bounds> of_greetings(Type type);  // before the hello
+std::optional<Bounds> of_verdicts(Type type);   // about it
 std::optional<Bounds> of_answers(Type type);
 
 std::string encode(Type type, uint32_t id, std::string_view body = {});

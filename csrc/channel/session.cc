@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "channel/session.h"
 
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -9,7 +10,10 @@
 namespace kvlink::channel {
 namespace {
 
-std::string_view view(const Secret& secret) { return {secret.data(), secret.size()}; }
+template <size_t size>
+std::string_view view(const std::array<char, size>& bytes) {
+  return {bytes.data(), size};
+}
 
 std::string refused(const Refusal& refusal, uint32_t id = 0) {
   return encode(Type::kRefused, id, encode_refusal(refusal));
@@ -48,10 +52,12 @@ Credentials Credentials::draw() {
 OwnerSession::OwnerSession(const Credentials& own, int64_t now_ns, int64_t frame_ns)
     : own_(own), frame_ns_(frame_ns), deadline_ns_(now_ns + frame_ns) {}
 
+std::string OwnerSession::greeting() const { return encode(Type::kGreeting, 0, view(own_.instance)); }
+
 void OwnerSession::on_bytes(std::string_view bytes, int64_t now_ns, Actions& actions) {
   while (state_ != State::kEnded) {
     const bool was_inside = frames_.is_inside();
-    std::optional<Frame> frame = frames_.take(bytes, admitted() ? of_requests : before_admission);
+    std::optional<Frame> frame = frames_.take(bytes, admitted() ? of_requests : of_hellos);
     if (frame && admitted()) {
       on_request(std::move(*frame), actions);
     } else if (frame) {
@@ -68,11 +74,7 @@ void OwnerSession::on_bytes(std::string_view bytes, int64_t now_ns, Actions& act
 void OwnerSession::on_hello(const Frame& frame, Actions& actions) {
   Hello hello;
   std::memcpy(&hello, frame.body.data(), sizeof hello);
-  if (hello.owner != own_.instance) {
-    actions.send += encode(Type::kOtherInstance, 0);
-    state_ = State::kEnded;
-    actions.end = true;
-  } else if (!same_secret(view(hello.secret), view(own_.secret))) {
+  if (!same_secret(view(hello.secret), view(own_.secret))) {
     refuse({Reason::kDenied, "the secret of the native channel is not that of this worker's card", ""},
            actions);
   } else {
@@ -98,38 +100,38 @@ void OwnerSession::refuse(const Refusal& refusal, Actions& actions) {
 }
 
 ReaderSession::ReaderSession(const Credentials& owner, const Instance& own, std::string where)
-    : hello_{owner.instance, own, owner.secret}, where_(std::move(where)) {}
+    : owner_(owner.instance), hello_{own, owner.secret}, where_(std::move(where)) {}
 
-std::string ReaderSession::hello() const {
-  return encode(Type::kHello, 0, {reinterpret_cast<const char*>(&hello_), sizeof hello_});
+BoundsOf ReaderSession::expected() const {
+  if (state_ == State::kGreeting) return of_greetings;
+  return admitted() ? of_answers : of_verdicts;
 }
 
-void ReaderSession::on_bytes(std::string_view bytes, std::vector<Answer>& answers) {
+void ReaderSession::on_bytes(std::string_view bytes, std::string& send, std::vector<Answer>& answers) {
   while (ended_.ok()) {
-    std::optional<Frame> frame = frames_.take(bytes, admitted_ ? of_answers : of_verdicts);
+    std::optional<Frame> frame = frames_.take(bytes, expected());
     if (!frame && !frames_.failed().ok()) {
       ended_ = {Code::kPeerUnreachable, where_ + ": " + frames_.failed().what(),
                 "run the same kvlink at both ends"};
     }
     if (!frame) return;
-    if (frame->id != 0) {
-      if (!admitted_) {
-        ended_ = Status::Unreachable(where_ + " answered on the native channel before it was asked");
-        return;
-      }
+    if (frame->id != 0 && admitted()) {
       answers.push_back({frame->id, frame->type, std::move(frame->body)});
     } else {
-      on_verdict(*frame);
+      on_frame(*frame, send);
     }
   }
 }
 
-void ReaderSession::on_verdict(const Frame& frame) {
-  if (!admitted_ && frame.type == Type::kAdmitted) {
-    admitted_ = true;
-  } else if (!admitted_ && frame.type == Type::kOtherInstance) {
+void ReaderSession::on_frame(const Frame& frame, std::string& send) {
+  if (frame.type == Type::kGreeting && frame.body == view(owner_)) {
+    state_ = State::kVerdict;
+    send += encode(Type::kHello, 0, {reinterpret_cast<const char*>(&hello_), sizeof hello_});
+  } else if (frame.type == Type::kGreeting) {
     ended_ = Status::Stale(StaleReason::kRestarted,
                            "another process answers at " + where_ + ": the worker has restarted or ended");
+  } else if (frame.type == Type::kAdmitted) {
+    state_ = State::kAdmitted;
   } else if (const auto refusal = frame.type == Type::kRefused ? parse_refusal(frame.body) : std::nullopt) {
     const Status said = status_of(*refusal);
     ended_ = {said.code(), where_ + ": " + said.what(), said.fix()};

@@ -38,6 +38,9 @@ struct Request {
 class OwnerSession {
  public:
   OwnerSession(const Credentials& own, int64_t now_ns, int64_t frame_ns = kFrameNs);
+  /// Returns what is to be sent first. A reader says nothing to a port that has not shown the card's
+  /// instance: a false card makes it say nothing to other services, and its secret stays with its owner.
+  std::string greeting() const;
 
   struct Actions {
     std::string send;  // before the answers of the requests
@@ -77,19 +80,22 @@ class ReaderSession {
     Type type;
     std::string body;
   };
-  /// Returns what is to be sent first.
-  std::string hello() const;
-  void on_bytes(std::string_view bytes, std::vector<Answer>& answers);
-  bool admitted() const { return admitted_; }
+  /// Appends to `send` what is to be said.
+  void on_bytes(std::string_view bytes, std::string& send, std::vector<Answer>& answers);
+  bool admitted() const { return state_ == State::kAdmitted; }
   /// Returns why nothing that comes later counts; kOk while the channel works.
   const Status& ended() const { return ended_; }
 
  private:
-  void on_verdict(const Frame& frame);
+  enum class State : uint8_t { kGreeting, kVerdict, kAdmitted };
 
+  BoundsOf expected() const;
+  void on_frame(const Frame& frame, std::string& send);
+
+  const Instance owner_;
   const Hello hello_;
   const std::string where_;
-  bool admitted_ = false;
+  State state_ = State::kGreeting;
   Status ended_;
   FrameReader frames_;
 };

@@ -116,10 +116,12 @@ void expect_within_bounds(const Request& request) {
 
 /// Returns the number of requests.
 size_t give_owner(Generator& generator, const Credentials& own) {
-  std::string stream = ReaderSession(own, {}, "the owner").hello();
+  OwnerSession session(own, 0);
+  std::string stream;
+  std::vector<ReaderSession::Answer> none;
+  ReaderSession(own, {}, "the owner").on_bytes(session.greeting(), stream, none);
   for (size_t count = generator.below(5); count > 0; --count) stream += generator.request();
   if (!generator.once_in(4)) generator.spoil(stream);
-  OwnerSession session(own, 0);
   size_t num_requests = 0;
   bool ended = false;
   for (std::string_view rest = stream; !rest.empty();) {
@@ -137,16 +139,18 @@ size_t give_owner(Generator& generator, const Credentials& own) {
 }
 
 size_t give_reader(Generator& generator, const Credentials& owner) {
-  std::string stream = encode(Type::kAdmitted, 0);
+  std::string stream = OwnerSession(owner, 0).greeting() + encode(Type::kAdmitted, 0);
   for (size_t count = generator.below(5); count > 0; --count) stream += generator.answer();
   if (!generator.once_in(4)) generator.spoil(stream);
   ReaderSession session(owner, {}, "the owner");
   std::vector<ReaderSession::Answer> answers;
+  std::string said;
   for (std::string_view rest = stream; !rest.empty();) {
     const size_t size = 1 + generator.below(rest.size());
-    session.on_bytes(rest.substr(0, size), answers);
+    session.on_bytes(rest.substr(0, size), said, answers);
     rest.remove_prefix(size);
   }
+  EXPECT_LE(said.size(), sizeof(FrameHeader) + sizeof(Hello));
   size_t num_parsed = 0;
   for (const ReaderSession::Answer& answer : answers) {
     EXPECT_NE(answer.id, 0u);

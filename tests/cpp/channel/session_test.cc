@@ -21,8 +21,13 @@ Credentials credentials(char instance = 'i', char secret = 's') {
 
 const Instance kCaller = credentials('c').instance;
 
+std::string greeting(const Credentials& own = credentials()) { return OwnerSession(own, kNow).greeting(); }
+
 std::string hello(const Credentials& shown = credentials()) {
-  return ReaderSession(shown, kCaller, "the owner").hello();
+  std::string said;
+  std::vector<ReaderSession::Answer> answers;
+  ReaderSession(shown, kCaller, "the owner").on_bytes(greeting(), said, answers);
+  return said;
 }
 
 using Actions = OwnerSession::Actions;
@@ -40,11 +45,13 @@ OwnerSession admitted() {
 }
 
 /// Gives what an owner sends to a reader, and returns why the reader's channel ended.
-Status told(const std::string& sent) {
+Status told(const std::string& sent, const std::string& first = greeting()) {
   ReaderSession reader(credentials(), kCaller, "10.0.0.1:7000");
+  std::string said;
   std::vector<ReaderSession::Answer> answers;
-  reader.on_bytes(sent, answers);
+  reader.on_bytes(first + sent, said, answers);
   EXPECT_TRUE(answers.empty());
+  EXPECT_EQ(said.empty(), first != greeting());
   return reader.ended();
 }
 
@@ -101,18 +108,14 @@ TEST(OwnerSession, DoesNothingForAFrameThatIsCutOff) {
   }
 }
 
-TEST(OwnerSession, AdmitsOnlyWhoHasTheCardOfThisProcess) {
-  OwnerSession restarted(credentials(), kNow), leaked(credentials(), kNow);
-  const Actions other = feed(restarted, hello(credentials('j')) + encode(Type::kCard, 1));
-  EXPECT_TRUE(other.end && other.requests.empty());
-  EXPECT_EQ(told(other.send).code(), Code::kStaleBlocks);
-  EXPECT_EQ(told(other.send).stale(), StaleReason::kRestarted);
+TEST(OwnerSession, AdmitsOnlyWhoHasItsCard) {
+  OwnerSession session(credentials(), kNow);
   Credentials almost = credentials();
   almost.secret.back() ^= 1;
-  const Actions wrong = feed(leaked, hello(almost) + encode(Type::kCard, 1));
+  const Actions wrong = feed(session, hello(almost) + encode(Type::kCard, 1));
   EXPECT_TRUE(wrong.end && wrong.requests.empty());
   EXPECT_EQ(told(wrong.send).code(), Code::kAccessDenied);
-  EXPECT_FALSE(restarted.admitted() || leaked.admitted());
+  EXPECT_FALSE(session.admitted());
 }
 
 TEST(OwnerSession, ServesNoRequestBeforeTheHelloAndNoHelloAfterIt) {
@@ -149,8 +152,8 @@ void expect_refused(OwnerSession session, const FrameHeader& header, const std::
 
 TEST(OwnerSession, RefusesAFrameByItsHeader) {
   const OwnerSession fresh(credentials(), kNow);
-  expect_refused(fresh, header(Type::kHello, sizeof(Hello) + 1), "65 bytes, and may have 64");
-  expect_refused(fresh, header(Type::kHello, sizeof(Hello) - 1), "63 bytes");
+  expect_refused(fresh, header(Type::kHello, sizeof(Hello) + 1), "49 bytes, and may have 48");
+  expect_refused(fresh, header(Type::kHello, sizeof(Hello) - 1), "47 bytes");
   expect_refused(fresh, header(Type::kConnect, 100), "type 7 is not expected");
   expect_refused(admitted(), header(Type::kConnect, kMaxConnectBytes + 1), "65537 bytes");
   expect_refused(admitted(), header(Type::kConnect, UINT32_MAX), "4294967295 bytes");
@@ -201,13 +204,30 @@ TEST(OwnerSession, RefusesMalformedBodies) {
   EXPECT_TRUE(feed(unnumbered, encode(Type::kSettle, 0, seat)).end);
 }
 
+TEST(ReaderSession, SaysNothingToAnotherProcess) {
+  const Status restarted = told("", greeting(credentials('j')));
+  EXPECT_EQ(restarted.code(), Code::kStaleBlocks);
+  EXPECT_EQ(restarted.stale(), StaleReason::kRestarted);
+  EXPECT_NE(restarted.what().find("10.0.0.1:7000"), std::string::npos);
+  for (const std::string& other : {std::string("SSH-2.0-OpenSSH_9.2p1 Debian"), encode(Type::kAdmitted, 0),
+                                   encode(Type::kHello, 0, "x")}) {
+    EXPECT_EQ(told("", other).code(), Code::kPeerUnreachable);
+  }
+  const std::string full = encode(Type::kRefused, 0, encode_refusal({Reason::kTooMany, "many", ""}));
+  EXPECT_EQ(told("", full).what(), "10.0.0.1:7000: many");
+  EXPECT_TRUE(told("", greeting().substr(0, 31)).ok());
+}
+
 TEST(ReaderSession, MatchesAnswersByTheirIds) {
   ReaderSession reader(credentials(), kCaller, "10.0.0.1:7000");
   std::vector<ReaderSession::Answer> answers;
   const std::string refusal = encode_refusal({Reason::kTooMany, "too many", "retry"});
-  const std::string whole = encode(Type::kAdmitted, 0) + encode(Type::kSettled, 2, std::string(4, '\1')) +
+  const std::string whole = greeting() + encode(Type::kAdmitted, 0) +
+                            encode(Type::kSettled, 2, std::string(4, '\1')) +
                             encode(Type::kRefused, 1, refusal);
-  for (const char& each : whole) reader.on_bytes({&each, 1}, answers);
+  std::string said;
+  for (const char& each : whole) reader.on_bytes({&each, 1}, said, answers);
+  EXPECT_EQ(said, hello());
   EXPECT_TRUE(reader.admitted() && reader.ended().ok());
   ASSERT_EQ(answers.size(), 2u);
   EXPECT_EQ(answers[0].id, 2u);
