@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -15,6 +14,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -90,25 +90,6 @@ bool control(int epoll, int operation, int fd, uint32_t events, uint64_t data) {
   return ::epoll_ctl(epoll, operation, fd, &event) == 0;
 }
 
-/// A thread begins with the mask of the one that starts it. Signals of the process are for the program's own
-/// threads; those that tell of a fault in the running code stay.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    ::sigfillset(&all);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS})
-      ::sigdelset(&all, fault);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
-
 }  // namespace
 
 void refuse_calls(Refuses refuses) { refuses_call.store(refuses, std::memory_order_relaxed); }
@@ -146,10 +127,31 @@ Result<UniqueFd> timer(const std::string& doing, Code code) {
   return owned(fd, code, doing, "timerfd_create");
 }
 
+namespace {
+
+/// The threads of the library take no signal that is for the process: its handlers run on threads of the
+/// program. What a thread does wrong itself still reaches handlers that report crashes.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT})
+      ::sigdelset(&all, fault);
+    ::pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 Result<std::thread> start_thread(const std::string& doing, const char* name, std::function<void()> body) {
   if (refused("pthread_create")) return failed(Code::kConfig, doing, "pthread_create", errno);
+  const SignalsBlocked blocked;
   try {
-    const SignalsBlocked blocked;
     std::thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name);  // for debuggers; nothing depends on it
     return thread;

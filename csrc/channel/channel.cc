@@ -495,7 +495,12 @@ void Channel::close() {
   closing_ = true;
   if (wake_) set_event(wake_.get());
   if (thread_.joinable()) thread_.join();
-  if (accepts_) accepts_->close();
+  Jobs* accepts = nullptr;
+  {
+    const std::lock_guard lock(mutex_);  // listen() may be running
+    accepts = accepts_.get();
+  }
+  if (accepts) accepts->close();
   {
     const std::lock_guard lock(mutex_);
     while (!links_.empty()) erase(links_.begin(), Status::Cancelled("the native channel was closed"));

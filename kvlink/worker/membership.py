@@ -23,6 +23,7 @@ from kvlink.control.security import incarnation_of
 from kvlink.control.values import FoundPrefix, Prefix, PrefixQuery, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
+from kvlink.runtime.background import off_loop
 from kvlink.runtime.durations import Durations
 from kvlink.runtime.supervised import start_job, start_loop
 from kvlink.ticket import Ticket
@@ -121,7 +122,7 @@ class WorkerMembership:
             layouts=engine.pool.groups,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
             transports=engine.cards(),
-            channel=self._channel(engine),
+            channel=await off_loop(self._channel, engine),  # it may ask a name server
         )
         if self._client is not None:
             self._client.act_as(self.secret)
