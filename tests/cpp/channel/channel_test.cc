@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -453,6 +455,59 @@ TEST(HostileCaller, WhoTakesNoAnswersHoldsLittle) {
       },
       "it is served for ever");
   EXPECT_LE(most, size_t{8} << 20);
+}
+
+TEST(HostileCaller, WhoNeverTakesItsAnswersIsCut) {
+  Worker owner({"tcp"}, {.frame_ns = kSecond / 20});
+  owner.listen();
+  ASSERT_TRUE(owner.channel->publish(std::string(kMaxCardBytes - 64, 'c')).ok());
+  Caller greedy(owner);
+  const int little = 4096;
+  ::setsockopt(greedy.fd(), SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
+  size_t most = 0;
+  for (uint32_t id = 1; id <= 5; ++id) {  // the kernel holds one or two of them
+    greedy.say((id == 1 ? hello_to(owner) : std::string()) + encode(Type::kCard, id));
+    most = std::max(most, owner.channel->counts().held_bytes);
+  }
+  eventually([&] { return owner.channel->counts().links == 0; }, "it is served for ever");
+  EXPECT_LE(most, size_t{3} * kMaxCardBytes);
+}
+
+TEST(HostileCaller, HalfFramesOfManyHoldNoMoreThanTheLimit) {
+  constexpr size_t kHeld = 256 << 10, kHalf = 60'000;
+  Worker owner({"tcp"}, {.held_bytes = kHeld}), reader({"tcp"}, {}, 8);
+  owner.listen();
+  const ConnectRequest request{"tcp", true, {std::string(kHalf, 'x')}};
+  const std::string half = encode(Type::kConnect, 1, encode_connect(request)).substr(0, kHalf);
+  std::vector<std::unique_ptr<Caller>> callers;
+  for (int count = 0; count < 16; ++count) {
+    callers.push_back(std::make_unique<Caller>(owner));
+    callers.back()->say(hello_to(owner) + half);
+  }
+  // What was there before a round trip has been read after it.
+  const auto honest = dialled(reader, owner);
+  EXPECT_EQ(*honest->card(20 * kSecond), "a sealed card");
+  EXPECT_LE(owner.channel->counts().links, 1 + kHeld / kHalf);
+  EXPECT_LE(owner.channel->counts().held_bytes, kHeld);
+}
+
+TEST(Channel, AForkedChildLeavesItAlone) {
+  Worker owner({"tcp"}), reader({"tcp"}, {}, 8);
+  owner.listen();
+  auto client = dialled(reader, owner);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const bool refused = reader.channel->dial(owner.address, kSecond).status().code() == Code::kConfig &&
+                         client->card(kSecond).status().code() == Code::kConfig &&
+                         !owner.channel->publish("another").ok();
+    client.reset();
+    owner.channel->close();  // has no threads to wait for
+    ::_exit(refused ? 0 : 1);
+  }
+  int how = -1;
+  ASSERT_EQ(::waitpid(child, &how, 0), child);
+  EXPECT_EQ(how, 0);
+  EXPECT_EQ(*client->card(20 * kSecond), "a sealed card");
 }
 
 }  // namespace
