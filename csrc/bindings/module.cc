@@ -314,4 +314,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_connection(m);
   register_rdma_options(m);
   register_engine(m);
+  register_channel(m);
 }

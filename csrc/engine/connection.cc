@@ -353,12 +353,12 @@ std::vector<std::string> Connection::paths() const {
   return paths;
 }
 
-void Connection::close() {
+void Connection::close(const std::string& why) {
   if (process_.inherited()) return;
   closed_ = true;
   std::lock_guard lock(connecting_);
   for (size_t index = 0; index < lanes_.size(); ++index) {
-    lanes_[index]->close("the connection was closed");
+    lanes_[index]->close(why);
     thread_of(index).remove(lanes_[index]);
   }
 }

@@ -84,8 +84,8 @@ class Connection {
   /// Returns Traits::path of each lane, and whether its rail is set aside.
   std::vector<std::string> paths() const;
   /// Idempotent. Transfers in flight fail, and on return no byte of theirs lands any more. An establish()
-  /// that waits for the owner ends at once.
-  void close();
+  /// that waits for the owner ends at once. Their failures say `why`.
+  void close(const std::string& why = "the connection was closed");
 
  private:
   struct Probe;  // of one lane while connecting
