@@ -65,7 +65,7 @@ LANES = {
     "slow": Lane("make test-slow", 3),
     "soak": Lane("make soak", 3),
     "newcomer": Lane("make test-newcomer", 3),
-    "release": Lane("make release-wheel", 3),
+    "release": Lane("make same-bytes", 3),
     "aarch64": Lane("make test-aarch64", 3),
 }
 
@@ -80,7 +80,14 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"csrc/(capi|codec)/", ("capi",)),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
-    (r"CMakeLists\.txt", ("capi", "transports", "sanitizers", "instructions", "soak", "image", "release")),
+    (
+        r"CMakeLists\.txt",
+        ("capi", "transports", "sanitizers", "instructions", "soak", "image", "release"),
+    ),
+    (
+        r"csrc/(engine|lease|staging)/",
+        ("transports", "sanitizers", "instructions", "soak", "simulate", "capi"),
+    ),
     (r"csrc/", ("transports", "sanitizers", "instructions", "soak", "capi")),
     (
         r"kvlink/control/(rpc|client|session)",
@@ -118,10 +125,11 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/pythons/|\.ci/pythons", ("pythons",)),
     (r"tests/mutation/", ("mutation",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
+    (r"tests/(simulation|memory_model)/", ("simulate", "sanitizers")),
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),
-    (r"\.ci/(release-wheel|test-wheel|test-aarch64)", ("release", "aarch64")),
+    (r"\.ci/(release-wheel|same-bytes|test-wheel|test-aarch64)", ("release", "aarch64")),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
         ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),
