@@ -514,7 +514,7 @@ def test_a_worker_with_certificates_wants_ticket_keys_or_to_be_told(made: list[d
         assert not unsigned.offer("r", [1]).signature
 
 
-def test_the_doctor_looks_at_certificates(made: list[dict[str, str]], tmp_path: Path) -> None:
+def test_the_doctor_checks_certificates(made: list[dict[str, str]], tmp_path: Path) -> None:
     def evidence(**env: str) -> tuple[Verdict, str, str]:
         (check,) = certificates.checks(env)
         return check.verdict, check.evidence, check.fix

@@ -30,7 +30,10 @@ PYTHON = {
         "constant": ["1"],
     },
     "log.info('%d', 1)": {},
+    "if a < 1:\n  log.info('a')\n elif b:\n  log.info('b')": {},
     "f'{a < b}'": {},
+    "a, b = 1, 2\n c.f()": {"constant": ["2", "3"], "removed statement": [""]},
+    "a.b = max(a.b, c)\n d.e = len(f)": {"removed statement": ["", ""]},
     "a.b = 1\n c.d = 2": {"removed statement": ["", ""], "constant": ["2", "3"]},
 }
 
@@ -58,10 +61,12 @@ CPP = {
         "removed statement": ["", ""],
         "swapped statements": ["c->store(d); a.store(b);"],
     },
+    "if (a) b.store(c); d.store(e);": {"skipped branch": ["false"], "removed statement": ["", ""]},
     "return f(a, b);": {"exchanged arguments": ["f(b, a)"]},
     "a += kMost;": {"removed statement": [""], "operator": ["a -= kMost;"], "constant": ["kMost + 1"]},
     "return Code::kMost;": {},
     "constexpr int kMost = 1 + 2;": {},
+    "KVLINK_CHECK(a < b && f(a, b)); KVLINK_DCHECK(!a);": {},
     "#if X\n f();\n#else\n g();\n#endif": {"removed statement": [""]},
 }
 
