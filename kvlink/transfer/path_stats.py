@@ -37,6 +37,8 @@ class PathCounts(NamedTuple):
     """The number of valid transfers that could not be settled one-sidedly."""
     redone: int
     """The number of steps that a lane returned and that were repeated."""
+    rails_set_aside: int
+    """How often a pair of ports was set aside because it was far slower than its equals."""
     failed: Counter[str]
     """Failed transfers by the name of the exception. StaleBlocks counts stale reads that validation detected."""
     stale: Counter[tuple[bool, int]]
@@ -126,5 +128,5 @@ class AllPathStats:
 
 def _read(stats: _core.PathStats) -> PathCounts:
     counts = stats.counts()
-    durations = (Durations(*row) for row in counts[8:])
-    return PathCounts(*counts[:6], Counter(counts[6]), Counter(counts[7]), *durations)
+    durations = (Durations(*row) for row in counts[9:])
+    return PathCounts(*counts[:7], Counter(counts[7]), Counter(counts[8]), *durations)

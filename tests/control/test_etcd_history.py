@@ -287,6 +287,20 @@ def over_fake_etcd() -> Store:
     return EtcdStore("etcd://127.0.0.1:1/fleet", lease_s=7_200.0, trust=FakeEtcd())
 
 
+@virtual
+async def test_a_watch_that_brings_nothing_is_begun_again() -> None:
+    fake_etcd = FakeEtcd()
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", trust=fake_etcd)
+    await store.start()
+    feed = await store.watch()  # for its sake
+    fake_etcd.is_mute = True
+    fake_etcd.calls.clear()
+    await asyncio.sleep(10.0)
+    assert 2 <= fake_etcd.calls.count("Watch") <= 8
+    feed.close()
+    await store.close()
+
+
 @pytest.mark.parametrize("make", [lambda: MemoryStore(7_200.0), over_fake_etcd], ids=["memory", "fake"])
 @virtual
 async def test_a_ticket_expires_when_the_loop_says_so(make: Callable[[], Store]) -> None:

@@ -95,6 +95,25 @@ async def test_a_full_etcd_is_compacted_all_the_same(
     assert fake_etcd.data.compacted == revision + 1
 
 
+async def test_what_is_older_than_two_minutes_is_compacted_once_a_minute(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
+    revisions = []
+    for number in range(3):
+        await store._sync.tend()
+        revisions.append(fake_etcd.data.revision)
+        fake_etcd.put((b"/another", b"%d" % number))
+        clock.now += 60.5
+    compacted = []
+    fake_etcd.calls.clear()
+    for seconds in (0.0, 30.0, 31.0):
+        clock.now += seconds
+        await store._sync.tend()
+        compacted.append(fake_etcd.data.compacted)
+    assert compacted == [revisions[1], revisions[1], revisions[2]]
+    assert fake_etcd.calls.count("Compact") == 2
+
+
 async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     fake_etcd.put((b"/old/1", b""), (b"/old/2", b""))
     fake_etcd.is_full = True

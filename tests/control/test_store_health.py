@@ -68,7 +68,7 @@ async def test_claims_and_watches_are_sent_elsewhere(
     store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock, how: str
 ) -> None:
     await store.offer(make_offer("had"))
-    had = Claim("had", 0.0, claim_id=b"id")
+    had = Claim("had", NEVER_S, claim_id=b"id")
     assert await store.claim(had) == [make_offer("had").ticket]
     waiting = [store.claim(Claim(name, NEVER_S)) for name in ("r", "s")]
     feed = await store.watch()

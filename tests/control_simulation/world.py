@@ -100,6 +100,8 @@ class World:
         """Likewise, of etcd's members."""
         self.spares_members = False
         """No worker may lose its lease."""
+        self.has_only_one = False
+        """Nothing else happens in this round."""
         self.has_one_fault = False
         """Beside those that cost no worker its lease."""
         self.leaves_one = False
@@ -233,6 +235,13 @@ class World:
                     if self.leaves_one and out_s > _LEFT_WITHIN_S:
                         self.ledger.violated(f"{worker} has not found the other coordinator in {out_s:.1f} s")
                         since[worker] = float("inf")
+
+    def check_lost(self, worker: Worker) -> None:
+        """Two leases after it died."""
+        self.ledger.done["lost"] += 1
+        for watcher in self.watchers if self.has_only_one else ():
+            if worker.worker_id in watcher.known:
+                self.ledger.violated(f"{watcher.process} still sees {worker}, who died two leases ago")
 
     def check_settled(self) -> None:
         """Two leases after the last fault."""

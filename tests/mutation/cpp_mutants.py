@@ -151,7 +151,13 @@ class _Finder:
                 statements.append((i, stop))
             i += 1
         for (a, b), (c, d) in itertools.pairwise(statements):
-            if b == c and "(" in (one := self.text(a, b)) and "(" in (other := self.text(c, d)):
+            is_body = self.at(a - 1) in (")", "else", "do")  # of an `if` without braces, which ends behind it
+            if (
+                b == c
+                and not is_body
+                and "(" in (one := self.text(a, b))
+                and "(" in (other := self.text(c, d))
+            ):
                 self.add(scope, "swapped statements", a, d, f"{other} {one}", "statement")
 
     def _starts_statement(self, i: int, first: int) -> bool:

@@ -53,6 +53,11 @@ class Build:
             check=True,
             stdout=subprocess.DEVNULL,
         )
+        subprocess.run(
+            ["cmake", "--build", self._made, "--target", "kvlink_fake_cuda"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         self._commands = json.loads((self._made / "compile_commands.json").read_text())
         shutil.rmtree(self._sources, ignore_errors=True)
         (self._sources / "mutation").mkdir(parents=True)

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
-_PLAN = "csrc/plan/"
+_PLAN, _ENGINE, _STAGING = "csrc/plan/", "csrc/engine/", "csrc/staging/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
@@ -47,6 +48,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_STORE}pending_offers.py:PendingOffers._drop: swapped statements: self._prune(request_id, request) -> "
         "ahead of self._end(request_id, why)": "neither uses what the other changes",
     },
+    "engine": {
+        f"{_ENGINE}transfer.cc:Transfer::next: constant: 0 -> 0 + 1 #1":
+            "twice 1 ns is less than the shortest wait, which is then taken as for 0",
+        f"{_ENGINE}pull.cc:Pull::ask: swapped statements: actions_.push_back(action); control_->push(token()); -> "
+        "control_->push(token()); actions_.push_back(action);":
+            "both are done under the lock under which the control thread takes the actions",
+        f"{_ENGINE}engine.cc:Engine::accept: constant: kAcceptNs -> kAcceptNs + 1": "1 ns more of two seconds",
+        f"{_ENGINE}engine.cc:Engine::open: swapped statements: std::erase_if(connections_, [](const auto& known) "
+        "{ return k~61b75779 -> connections_.push_back(connection); std::erase_if(connection~82ff1239":
+            "the new connection is held here, so it has not expired",
+    },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
             "neither event knows the other, and nothing runs between",
@@ -56,6 +68,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "those who wait for the event go on when the loop runs again, which is after both",
         f"{_SWAPPED.format('_stay_joined')}: self._joined.clear() -> ahead of self.state = SessionState.REJOINING":
             "nobody looks at either before the loop runs again",
+        f"{_SWAPPED.format('__init__')}: self._on_settle = guarded('session settles', on_settle) -> "
+        "ahead of self._membership = membership": "neither uses the other",
+    },
+    "coordinator": {
+        "kvlink/coordinator/coordinator.py:Coordinator.__init__: swapped statements: "
+        "self.counts = self._server.counts -> ahead of self._prefixes = PrefixService(self._store, limits)":
+            "neither uses the other",
+        f"{_DIRECTORY}._drop: constant: 0 -> 1": "in an assertion: a copy counts 2,048 bytes or more",
+        f"{_DIRECTORY}._enter: swapped statements: self.num_bytes += child.num_copies * _BYTES_OF_PLACE -> "
+        "ahead of child.split(common)": "a split leaves the number of copies as it was",
+        f"{_DIRECTORY}._remove_part: swapped statements: part = copy.parts.pop(rank, None) -> "
+        "ahead of self._leave(copy)": "leaving the tree looks at the servers and the keys, which the part is not among",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""

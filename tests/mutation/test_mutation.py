@@ -61,6 +61,7 @@ CPP = {
         "removed statement": ["", ""],
         "swapped statements": ["c->store(d); a.store(b);"],
     },
+    "if (a) b.store(c); d.store(e);": {"skipped branch": ["false"], "removed statement": ["", ""]},
     "return f(a, b);": {"exchanged arguments": ["f(b, a)"]},
     "a += kMost;": {"removed statement": [""], "operator": ["a -= kMost;"], "constant": ["kMost + 1"]},
     "return Code::kMost;": {},

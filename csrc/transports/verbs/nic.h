@@ -149,6 +149,7 @@ class Nic {
   uint32_t lid_ = 0;
   uint8_t gid_index_ = 0;
   Gid gid_{};
+  uint32_t net_bits_ = 0;
   std::map<Gid, int64_t> small_until_;
 };
 

@@ -107,10 +107,10 @@ bool RdmaCmPort::leads_here(const rdma_cm_id& id) const {
 
 /// Only the manager knows for every kind of NIC which address leads to a port.
 Status RdmaCmPort::listen() {
-  std::vector<Gid> ips = local_ips();
+  std::vector<LocalIp> ips = local_ips();
   const Gid known = nic_->address().gid;  // with RoCE one of them
-  std::stable_partition(ips.begin(), ips.end(), [&](const Gid& ip) { return ip == known; });
-  for (const Gid& ip : ips) {
+  std::stable_partition(ips.begin(), ips.end(), [&](const LocalIp& each) { return each.ip == known; });
+  for (const auto& [ip, _] : ips) {
     Id id = make_id(channel_.get(), nullptr);
     if (!id) return failed("getting an identifier of the connection manager", errno);
     if (api_.bind_addr(id.get(), SocketAddress(ip, 0).get()) != 0 || !leads_here(*id)) continue;

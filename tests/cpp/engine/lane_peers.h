@@ -74,6 +74,10 @@ class FakeEndpoint final : public Endpoint {
     return {{}, any, next_check_ns_};
   }
   bool cancel(uint64_t) override { return false; }
+  bool arm() override {
+    ++num_arms_;
+    return true;
+  }
   void close() override { posts_.clear(); }
 
   std::function<void()> on_poll_;
@@ -84,6 +88,7 @@ class FakeEndpoint final : public Endpoint {
   uint32_t num_checks_ = 0;  // polls for a pull that waits, with nothing posted
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed
   uint32_t num_vain_ = 0;
+  uint32_t num_arms_ = 0;
   std::vector<std::array<uint64_t, 2>> words_;  // stores: where, and what
   size_t num_posts_before_word_ = 0;            // the first
   uint32_t num_unguarded_ = 0;                  // reads of blocks that do not name their lease

@@ -154,6 +154,14 @@ TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
   EXPECT_GT(*std::max_element(vain.begin(), vain.end()), 10u);
 }
 
+TEST_F(LaneTest, AnInlinePullSleepsOnceItsOwnerIsSlow) {
+  start({kWhole, kWhole}, false);
+  endpoint(0).late_polls_ = UINT32_MAX - 1;
+  ASSERT_TRUE(lanes[0]->run_inline(transfer, 20'000'000));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_LE(endpoint(0).num_arms_, 1u) << "for all the time that is left";
+}
+
 TEST_F(LaneTest, OneRoundOnTheCallersThreadPostsAll) {
   device_driven = true;
   start({kWhole, kWhole}, false);

@@ -489,7 +489,9 @@ TEST_F(VerbsAddressing, APortThatGoesDownEndsItsConnectionsUnlessTheyAreToWait) 
 
 // A NIC that pods share shows each of them the addresses of all.
 TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
-  machine.api.local_ips = [] { return std::vector<Gid>{gid_of("::ffff:10.56.0.12"), gid_of("2001:db8::7")}; };
+  machine.api.local_ips = [] {
+    return std::vector<LocalIp>{{gid_of("::ffff:10.56.0.12"), 96 + 24}, {gid_of("2001:db8::7"), 64}};
+  };
   testing::MadeUpPort& port = machine.add_roce("mlx5_0");
   const std::vector<std::pair<std::vector<std::string>, int>> cases{
       {{"::ffff:10.56.0.11", "::ffff:10.56.0.12"}, 1},
@@ -503,6 +505,8 @@ TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
     const auto nic = machine.open("mlx5_0");
     ASSERT_TRUE(nic.ok()) << nic.status().what();
     EXPECT_EQ((*nic)->gid_index(), index) << addresses.front();
+    const bool here = addresses.back() == "::ffff:10.56.0.12";
+    EXPECT_EQ((*nic)->address().net_bits, here ? 96U + 24 : addresses.back() == "2001:db8::7" ? 64U : 0U);
   }
 }
 
