@@ -34,7 +34,7 @@ def test_json_in_command_lines_is_json() -> None:
 
 
 def test_no_bar_passes_the_line_of_its_limit() -> None:
-    """What is faster than its limit shows that the limit was none."""
+    """A pull that is faster than its limit shows that the limit was none."""
     panels = [
         panel for path in FIGURES for panel in json.loads(path.read_text())["panels"] if panel.get("mark")
     ]
