@@ -57,7 +57,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
     }
   }
   if (!transfer) return driver_->wake();
-  transfer->detach(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
+  transfer->detach_broken(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
 }
 
 void Lane::wake_driver() {

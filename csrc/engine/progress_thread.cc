@@ -95,7 +95,7 @@ void ProgressThread::run() {
       Lane::Driven driven;
       try {
         driven = lane->drive();
-      } catch (const BrokenContract&) {  // also of a transfer that its broken lane gives back: the next round
+      } catch (const BrokenContract&) {  // also of a transfer that its broken lane returns: the next round
         driven.active = driven.progressed = true;  // goes on with the others
       }
       if (lane->has_unflushed_writes()) last_unsent = now_ns();

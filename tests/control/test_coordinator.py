@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,27 @@ from waiting import closed_port, until
 from kvlink.cli.status import Row, _ask, _sentence, show
 from kvlink.control import Claim, CoordinatorClient, Security, SettleOrder
 from kvlink.control.codec import CoordinatorCalls
+from kvlink.control.denials import LogQuota
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
+from kvlink.control.overview import Beat, WorkerReport
+from kvlink.control.refusal import RefusedError
 from kvlink.control.rpc.channel import Channel
 from kvlink.control.rpc.feed import Feed, merged
 from kvlink.control.rpc.handoff_stream import HandoffStream
 from kvlink.control.rpc.server import Send
-from kvlink.control.values import CoordinatorStatus, Nothing, Watch, WorkerChanges
+from kvlink.control.values import (
+    CoordinatorStatus,
+    HandoffBatch,
+    HandoffResults,
+    Nothing,
+    Push,
+    PushKind,
+    Watch,
+    WorkerChanges,
+)
 from kvlink.coordinator import Coordinator
+from kvlink.coordinator.coordinator import _prepared
+from kvlink.coordinator.handoff_service import HandoffServer
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.errors import ConfigError, CoordinatorError, CoordinatorUnavailable, LeaseExpired, UnknownRequest
 from kvlink.layout.model_identity import identity_text
@@ -132,6 +146,86 @@ async def test_a_stream_of_noise_is_refused_and_the_next_one_served(
             with pytest.raises(grpc.aio.AioRpcError, match="malformed"):
                 await call.read()
     assert (await client.status()).workers == 0
+
+
+async def test_a_draining_coordinator_keeps_no_claim(coordinator: Coordinator) -> None:
+    assert coordinator.about().problem == ""
+    await coordinator.drain()
+    with pytest.raises(RefusedError, match="is shutting down; retry"):
+        await coordinator._claim(Claim("r", 60.0))
+    assert (await coordinator.status()).waiting_claims == 0
+
+
+async def test_a_closed_coordinator_says_so(coordinator: Coordinator) -> None:
+    await coordinator.close()
+    assert coordinator.about().problem == "shutting down"
+
+
+async def test_a_stream_of_beats_that_ends_leaves_nothing_although_an_order_is_being_sent(
+    coordinator: Coordinator,
+) -> None:
+    store = coordinator._store
+    assert isinstance(store, MemoryStore)
+    await store.join(make_card(), rejoin=False)
+    sending = asyncio.Event()
+
+    async def beats() -> AsyncIterator[Beat]:
+        yield Beat("prefill", 1, WorkerReport())
+        assert [view.report for view in (await coordinator.overview()).workers] == [WorkerReport()]
+        await store.settle(SettleOrder("prefill", 1, 7, 70))
+        await sending.wait()
+
+    async def send(push: Push) -> None:
+        if push.kind is PushKind.SETTLE:
+            sending.set()
+            await asyncio.Event().wait()  # its peer does not read
+
+    before = asyncio.all_tasks()
+    await coordinator._keep_alive(beats(), send)
+    assert asyncio.all_tasks() == before
+    assert not store._orders
+    assert [view.report for view in (await coordinator.overview()).workers] == [None]
+
+
+async def test_a_large_batch_is_executed_in_parts() -> None:
+    store, many = MemoryStore(), range(300)
+    await store.start()
+    await store.join(make_card(), rejoin=False)
+    sent: list[HandoffResults] = []
+
+    async def send(results: HandoffResults) -> None:
+        sent.append(results)
+
+    async def batches() -> AsyncIterator[HandoffBatch]:
+        offers = [make_offer(f"r{number}") for number in many]
+        orders = [SettleOrder("prefill", 1, number, 70) for number in many]
+        claims = [Claim(f"r{number}", 60.0, claim_id=b"%d" % number) for number in many]
+        yield HandoffBatch(offers, orders, claims, (0, 299))
+
+    await HandoffServer(store, send, LogQuota()).serve(batches())
+    assert (sent[-1].offers_done, sent[-1].settles_done) == (300, 300)
+    answers = dict(claimed for results in sent for claimed in results.claimed)
+    assert answers == {number: [make_offer(f"r{number}").ticket] for number in many[1:-1]}
+    orders = await store.orders("prefill", 1)
+    assert [order.slot for order in orders.drain()] == [*many]
+    await store.close()
+
+
+async def test_a_long_list_is_encoded_in_turns_with_others() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    written: list[int] = []
+    assert await _prepared(written.append, range(640)) == range(640)
+    beside.cancel()
+    assert written == [*range(640)]
+    assert turns == 10
 
 
 async def test_cards_are_asked_for_once(client: CoordinatorClient, coordinator: Coordinator) -> None:

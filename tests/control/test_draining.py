@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import re
 import signal
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import grpc.aio
 import pytest
 from control.cards import make_card, make_offer
 from control.etcd_cluster import EtcdCluster
 from control.fleet import Fleet, Load
+from control.raw import raw_channel
 from waiting import until
 
 from kvlink.control import Claim, CoordinatorClient, Session
 from kvlink.control.codec import CoordinatorCalls
-from kvlink.coordinator import Coordinator
+from kvlink.coordinator import Coordinator, serve
+from kvlink.coordinator.coordinator import tune_gc
 from kvlink.coordinator.store.etcd import EtcdStore
 from kvlink.errors import ConfigError, CoordinatorUnavailable
 
@@ -53,6 +60,49 @@ async def until_waiting(*coordinators: Coordinator) -> Coordinator:
         return [each for each in coordinators if (await each.status()).waiting_claims]
 
     return (await until(waiting))[0]
+
+
+async def test_at_sigterm_claims_that_wait_are_sent_away_and_nothing_is_left() -> None:
+    started: list[Coordinator] = []
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @asynccontextmanager
+    async def beside(coordinator: Coordinator) -> AsyncIterator[None]:
+        started.append(coordinator)
+        yield
+        assert "draining" in repr(coordinator)
+
+    serving = asyncio.create_task(
+        serve(port=0, on_ready=lambda address, _: ready.set_result(address), background_service=beside)
+    )
+    async with raw_channel(await ready) as channel:
+        claim = CoordinatorCalls.CLAIM.request.encode(Claim("r", 60.0))
+        waiting = channel.unary_unary("/kvlink.v1.Coordinator/Claim")(claim)
+        await until_waiting(*started)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError, match="is shutting down; retry"):
+            await waiting
+        await serving
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert (await started[0].status()).waiting_claims == 0
+
+
+def test_what_was_imported_is_not_looked_at_again_by_the_collector() -> None:
+    class Cycle:
+        pass
+
+    before, cycle = gc.get_threshold(), Cycle()
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    gone = weakref.ref(cycle)
+    del cycle
+    try:
+        tune_gc()
+        assert gone() is None
+        assert gc.get_freeze_count() > 1_000
+        assert gc.get_threshold() == (50_000, 20, 20)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 async def test_no_claim_fails_while_replicas_restart_in_turn(etcd: EtcdCluster) -> None:

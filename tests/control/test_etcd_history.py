@@ -102,6 +102,14 @@ def test_another_cluster_is_another_history_whatever_its_revision() -> None:
     assert history.why == ["cluster id a instead of 1"]
 
 
+def test_a_break_that_shows_in_the_contents_is_told_once() -> None:
+    history = Breaks()
+    history.note(header(8), history.mark())
+    history.note_break("other contents")
+    history.note(header(3), history.mark())
+    assert history.why == ["other contents"]
+
+
 async def joins_and_offers_again(store: EtcdStore, name: str) -> None:
     """As a session does that is told to."""
     while not await store.beat("prefill", 1):
@@ -215,6 +223,29 @@ async def test_a_claim_by_a_mirror_that_stays_wrong_ends_in_a_refusal(store: Etc
     assert refused.value.reason is Reason.NOT_READY
 
 
+async def test_a_ticket_that_another_coordinator_writes_meanwhile_is_written_once(
+    store: EtcdStore, fake_etcd: FakeEtcd, make_store: MakeStore
+) -> None:
+    other = make_store()
+    await other.start()
+    fake_etcd.calls.clear()
+    await asyncio.gather(store.offer(make_offer("d")), other.offer(make_offer("d")))
+    assert fake_etcd.calls.count("Txn") == 2
+    assert await other.claim(Claim("d", 30.0)) == [make_offer("d").ticket]
+
+
+async def test_changes_that_were_compacted_are_listed(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    fake_etcd.is_mute = True
+    fake_etcd._revoke(pb.LeaseRevokeRequest(ID=store._mirror.members["prefill"].lease))
+    fake_etcd.put((b"/another", b""))
+    fake_etcd._compact(pb.CompactionRequest(revision=fake_etcd.data.revision))
+    fake_etcd.is_mute = False
+    fake_etcd.calls.clear()
+    fake_etcd.cut()
+    await until(lambda: not store._mirror.members or fake_etcd.calls.count("Watch") > 3)
+    assert not store._mirror.members
+
+
 async def test_one_that_only_watches_notices(
     store: EtcdStore, fake_etcd: FakeEtcd, make_store: MakeStore
 ) -> None:
@@ -254,6 +285,20 @@ async def test_a_revision_that_will_not_come_is_not_awaited(
 
 def over_fake_etcd() -> Store:
     return EtcdStore("etcd://127.0.0.1:1/fleet", lease_s=7_200.0, trust=FakeEtcd())
+
+
+@virtual
+async def test_a_watch_that_brings_nothing_is_begun_again() -> None:
+    fake_etcd = FakeEtcd()
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", trust=fake_etcd)
+    await store.start()
+    feed = await store.watch()  # for its sake
+    fake_etcd.is_mute = True
+    fake_etcd.calls.clear()
+    await asyncio.sleep(10.0)
+    assert 2 <= fake_etcd.calls.count("Watch") <= 8
+    feed.close()
+    await store.close()
 
 
 @pytest.mark.parametrize("make", [lambda: MemoryStore(7_200.0), over_fake_etcd], ids=["memory", "fake"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 from aiohttp import ClientSession
 from control.cards import make_card, make_offer
 from control.fake_etcd import Clock, FakeEtcd
+from waiting import until
 
-from kvlink.control import Claim, CoordinatorClient
+from kvlink.control import Claim, CoordinatorClient, Limits
 from kvlink.control.refusal import Overloaded, Reason, RefusedError
 from kvlink.control.values import StoreHealth
 from kvlink.coordinator import Coordinator
@@ -93,6 +95,25 @@ async def test_a_full_etcd_is_compacted_all_the_same(
     assert fake_etcd.data.compacted == revision + 1
 
 
+async def test_what_is_older_than_two_minutes_is_compacted_once_a_minute(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
+    revisions = []
+    for number in range(3):
+        await store._sync.tend()
+        revisions.append(fake_etcd.data.revision)
+        fake_etcd.put((b"/another", b"%d" % number))
+        clock.now += 60.5
+    compacted = []
+    fake_etcd.calls.clear()
+    for seconds in (0.0, 30.0, 31.0):
+        clock.now += seconds
+        await store._sync.tend()
+        compacted.append(fake_etcd.data.compacted)
+    assert compacted == [revisions[1], revisions[1], revisions[2]]
+    assert fake_etcd.calls.count("Compact") == 2
+
+
 async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
     fake_etcd.put((b"/old/1", b""), (b"/old/2", b""))
     fake_etcd.is_full = True
@@ -103,6 +124,86 @@ async def test_deletions_of_a_batch_are_carried_out(store: EtcdStore, fake_etcd:
     assert [isinstance(result, Exception) for result in results] == [False, True, False]
     assert not fake_etcd.data.kvs.keys() & ops.keys()
     await commits.close()
+
+
+def tickets_in(fake_etcd: FakeEtcd) -> int:
+    return sum(b"/tickets/" in key for key in fake_etcd.data.kvs)
+
+
+@pytest.fixture
+def deleted_after_1_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.offers.random.uniform", lambda least, most: most / 2)
+
+
+@pytest.mark.usefixtures("deleted_after_1_s")
+async def test_an_expired_ticket_is_deleted_a_little_later(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock
+) -> None:
+    await store.offer(make_offer("r", ttl_s=5.0))
+    clock.now += 5.0
+    store.tick()
+    await asyncio.gather(*store._commits._running)
+    assert tickets_in(fake_etcd) == 1, "another coordinator may delete it first"
+    clock.now += 1.0
+    store.tick()
+    await until(lambda: not tickets_in(fake_etcd))
+    fake_etcd.calls.clear()
+    clock.now += 60.0
+    store.tick()
+    await store.offer(make_offer("s"))
+    assert fake_etcd.calls.count("Txn") == 1, "it is not deleted again"
+
+
+@pytest.mark.usefixtures("deleted_after_1_s")
+async def test_a_deletion_that_failed_is_tried_again(
+    store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store._etcd, "_patience_s", 0.0)
+    await store.offer(make_offer("r", ttl_s=5.0))
+    clock.now += 5.0
+    store.tick()
+    fake_etcd.is_away = True
+    clock.now += 1.0
+    store.tick()
+    await until(lambda: store._offers.next_deadline() < math.inf)
+    fake_etcd.is_away = False
+    clock.now += 20.0
+    store.tick()
+    await until(lambda: not tickets_in(fake_etcd))
+
+
+async def test_a_ticket_that_is_there_is_not_written_again(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    await store.offer(make_offer("r"))
+    fake_etcd.calls.clear()
+    await store.offer(make_offer("r"))
+    assert fake_etcd.calls == []
+
+
+async def test_writes_of_one_key_go_one_after_the_other(store: EtcdStore, fake_etcd: FakeEtcd) -> None:
+    commits = GroupCommit(store._etcd, store._sync.written)
+    keys = (b"/a", b"/b", b"/a", b"/a", b"/b")
+    done = [
+        commits.submit(pb.TxnRequest(success=[put(key, b"%d" % number)]), key)
+        for number, key in enumerate(keys)
+    ]
+    assert all(each.succeeded for each in await asyncio.gather(*done))
+    assert [fake_etcd.data.kvs[key].value for key in (b"/a", b"/b")] == [b"3", b"4"]
+    await commits.close()
+
+
+async def test_epochs_of_who_is_gone_are_deleted_oldest_first(
+    fake_etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlink.coordinator.store.etcd.membership._PRUNE_AT_ONCE", 1)
+    store = EtcdStore("etcd://127.0.0.1:1/fleet", limits=Limits(remembered_epochs=2), trust=fake_etcd)
+    await store.start()
+    for name in "abcd":
+        await store.join(make_card(name), rejoin=False)
+    for name in "abc":
+        await store.leave(name, 1)
+    await store.join(make_card("e"), rejoin=False)
+    await until(lambda: store._mirror.incarnations.keys() == {"b", "c", "d", "e"})
+    await store.close()
 
 
 async def test_the_charts_probes_ask_for_what_there_is() -> None:

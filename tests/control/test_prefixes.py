@@ -95,6 +95,10 @@ async def test_servers_on_the_readers_host_come_first(client: CoordinatorClient)
         assert best.tickets[0] == b"ticket of ab near rank 0"
     names = [each.tickets[0] for each in await client.find_prefix(query("ab", most=9, worker_id="stranger"))]
     assert len(names) == 4
+    await client.publish_prefixes(of("far-2", withdrawn=("far-2",)))
+    for _ in range(3):
+        (best,) = await client.find_prefix(query("ab", worker_id="reader"))
+        assert best.tickets[0] == b"ticket of ab near rank 0", "one of two"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,37 @@ async def test_the_oldest_prefix_of_the_largest_tenant_makes_room() -> None:
     assert await bounded.found("large", "abcdefgh") == "efgh"
     status = await bounded.counted()
     assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (6, 4, 10)
+    set_caller(Caller("small"))
+    status = await bounded.service.counted(CoordinatorStatus())
+    assert (status.prefixes, status.evicted_prefixes, status.published_prefixes) == (2, 0, 2)
+    await bounded.service.close()
+
+
+async def test_others_have_their_turns_while_room_is_made() -> None:
+    bounded = Bounded(Limits(prefix_bytes=1_200_000))
+    await bounded.publish("acme", *(prefix("a", str(number)) for number in range(300)))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    beside = asyncio.create_task(others())
+    await asyncio.sleep(0)
+    await bounded.publish("acme", prefix("b")._replace(ticket=bytes(1_100_000)))
+    beside.cancel()
+    assert turns >= 1
+    assert (await bounded.counted()).evicted_prefixes > 250
+    await bounded.service.close()
+
+
+async def test_a_tenants_worker_that_is_not_joined_does_not_publish() -> None:
+    bounded = Bounded(Limits())
+    set_caller(Caller("acme"))
+    with pytest.raises(RefusedError, match="'prefill' is not joined"):
+        await bounded.service.publish(of("prefill", prefix("a")))
     await bounded.service.close()
 
 
@@ -370,6 +405,24 @@ def test_what_is_published_while_a_call_runs_is_sent_by_the_next() -> None:
         assert worker.directory.held == {"a": newer}
 
     simulate(scene)
+
+
+@virtual
+async def test_a_worker_that_leaves_while_it_publishes_leaves_nothing() -> None:
+    store = MemoryStore()
+    await store.start()
+    service = PrefixService(store)
+    await store.join(make_card("gone"), rejoin=False)
+    many = tuple(prefix("a", str(number)) for number in range(1_000))
+    publishing = asyncio.ensure_future(service.publish(PrefixChanges("gone", 1, many)))
+    await asyncio.sleep(0)  # for the first of them
+    await store.leave("gone", 1)
+    with pytest.raises(RefusedError, match="'gone' is not joined"):
+        await publishing
+    await asyncio.sleep(2.0)
+    assert not await service.find(query("a"))
+    await service.close()
+    await store.close()
 
 
 @virtual

@@ -67,6 +67,9 @@ def test_a_doubt_that_is_not_proved_wrong_in_time_is_said_once() -> None:
 async def test_claims_and_watches_are_sent_elsewhere(
     store: EtcdStore, fake_etcd: FakeEtcd, clock: Clock, how: str
 ) -> None:
+    await store.offer(make_offer("had"))
+    had = Claim("had", NEVER_S, claim_id=b"id")
+    assert await store.claim(had) == [make_offer("had").ticket]
     waiting = [store.claim(Claim(name, NEVER_S)) for name in ("r", "s")]
     feed = await store.watch()
     await anext(feed)
@@ -80,7 +83,7 @@ async def test_claims_and_watches_are_sent_elsewhere(
     assert not any(each.done() for each in waiting), "as in an election"
     clock.now += 0.1 * LOST_S
     store.tick()
-    for call in (*waiting, anext(feed), store.claim(Claim("t", NEVER_S)), store.watch()):
+    for call in (*waiting, anext(feed), store.claim(had), store.claim(Claim("t", NEVER_S)), store.watch()):
         with pytest.raises(
             RefusedError, match=r"has lost its store, etcd at 127\.0\.0\.1:1, .* at another coordinator"
         ) as gone:

@@ -27,17 +27,18 @@ from kvlink.control.overview import Beat, WorkerReport
 from kvlink.control.refusal import Overloaded, RefusedError
 from kvlink.control.rpc.peer_address import caller_number, serving
 from kvlink.control.security import COORDINATOR, EVERY_TENANT, Caller, Role, TenantsFile
-from kvlink.control.security.callers import _OBSERVERS_CALL
+from kvlink.control.security.callers import _OBSERVERS_CALL, set_caller
 from kvlink.control.security.policy import Trust
 from kvlink.control.security.tenants import parse
 from kvlink.control.security.tokens import digest
-from kvlink.control.values import Watch
+from kvlink.control.values import Claim, Watch
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.coordinator import store_maker
-from kvlink.coordinator.tenant_stores import stores
+from kvlink.coordinator.store.memory import MemoryStore
+from kvlink.coordinator.tenant_stores import TenantStores, stores
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import plain
-from kvlink.types import Joined
+from kvlink.types import Joined, NativeChannel
 
 
 @pytest.fixture
@@ -92,6 +93,17 @@ async def test_tenants_are_strangers_under_the_same_names(pki: Pki, coordinator:
         await session.close()
 
 
+async def test_stores_of_tenants_are_closed_with_theirs() -> None:
+    tenants = TenantStores(lambda tenant: MemoryStore())
+    set_caller(Caller("acme"))
+    await tenants.workers()  # so that it has started
+    waiting = tenants.claim(Claim("r", 60.0))
+    await tenants.close()
+    assert waiting.done()
+    with pytest.raises(RefusedError, match="is shutting down"):
+        await waiting
+
+
 async def test_what_workers_report_stays_with_their_tenant(pki: Pki, coordinator: Coordinator) -> None:
     """Although both workers are called "prefill" and have epoch 1."""
     async with (
@@ -142,7 +154,8 @@ async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coor
     """As `kvlink status` with the coordinator's own certificate."""
     for number, tenant in enumerate(("acme", "other")):
         async with CoordinatorClient(coordinator.address, security=pki.worker(tenant)) as client:
-            await client.join(make_card(f"of {tenant}", process=number))
+            card = make_card(f"of {tenant}", process=number)
+            await client.join(replace(card, channel=NativeChannel(("10.0.0.1:1",), bytes(16), bytes(32))))
             await client.offer(make_offer("r", f"of {tenant}"))
     async with CoordinatorClient(coordinator.address, security=pki.coordinator()) as observer:
         status = await observer.status()
@@ -150,6 +163,7 @@ async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coor
         cards = {card.worker_id: card for card in await observer.workers()}
         assert set(cards) == {"of acme", "of other"}
         shown = cards["of acme"].transports
+        assert cards["of acme"].channel is None
         assert [(way.name, way.address, way.pool_keys, way.lease_keys) for way in shown] == [
             ("shm", b"", (), ()),
             ("tcp", b"", (), ()),

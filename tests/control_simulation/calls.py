@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -30,16 +30,20 @@ def failure(code: grpc.StatusCode, details: str, trailers: Metadata = ()) -> grp
 
 
 class Message(bytes):
-    """A request, which counts for as long as a server has it."""
+    """A request of a method, which counts for as long as a server has it."""
 
-    num_kept = 0
+    num_kept: ClassVar[Counter[str]] = Counter()
+    """The bytes, by method."""
+    path: str
 
-    def __new__(cls, blob: bytes) -> Message:
-        Message.num_kept += len(blob)
-        return super().__new__(cls, blob)
+    def __new__(cls, blob: bytes, path: str) -> Message:
+        message = super().__new__(cls, blob)
+        message.path = path
+        Message.num_kept[path] += len(blob)
+        return message
 
     def __del__(self) -> None:
-        Message.num_kept -= len(self)
+        Message.num_kept[self.path] -= len(self)
 
 
 class Inbox:
@@ -154,7 +158,7 @@ class ClientCall:
         if self.done.done():
             raise self.error() if self.status[0] is not grpc.StatusCode.OK else asyncio.InvalidStateError()
         assert self._connection is not None
-        request = Message(blob + self._channel.process.says_more)
+        request = Message(blob + self._channel.process.says_more, self.path)
         self._connection.up.send(f"request {len(blob)}", partial(self.requests.put, request))
 
     async def done_writing(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from control_simulation.processes import Process
 from control_simulation.workers import CLAIM_S
-from control_simulation.world import CoordinatorSeat, World
+from control_simulation.world import LEASE_S, CoordinatorSeat, World
 
 from kvlink.control.limits import Limits
 
@@ -79,6 +79,9 @@ async def worker_killed(world: World) -> None:
     worker = world.chance.choice(world.workers())
     world.network.kill(worker.process, silently=world.chance.random() < 0.3)
     await pause(world, 0.0, 15.0)
+    if world.chance.random() < 0.4:
+        await asyncio.sleep(2 * LEASE_S)
+        world.check_lost(worker)
     world.start_worker(worker.worker_id)
 
 

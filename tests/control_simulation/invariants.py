@@ -13,6 +13,8 @@ from control_simulation.processes import true_time
 MOST_PER_S = {"lines": 1.0, "messages": 150.0, "store calls": 40.0, "steps": 600.0}
 """Bounds the fleet over a round: warnings and errors that are logged, messages on the network, calls that etcd
 answers, and callbacks that coordinators run."""
+MOST_STEPS = 200
+"""Bounds the callbacks that one call runs, or one message of a stream."""
 LATEST_S = 45.0
 """A ticket's time counts from its arrival at the store, which faults delay by no more than this."""
 
@@ -122,7 +124,7 @@ class Ledger:
             if each.acked_at <= asked.at and each.acked_in == asked.era == self.era:
                 self.violated(f"a claim of {asked.request_id} got a ticket that had been replaced")
 
-    def given_back(self, asked: Asked) -> None:
+    def released(self, asked: Asked) -> None:
         """By a reader that withdraws its claim."""
         for key in [key for key, holder in self._given.items() if holder.claim_id == asked.claim_id]:
             del self._given[key]

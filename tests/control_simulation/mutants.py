@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The twelve that were planted from outside.
     Mutant(
         "1 c1",
-        "tickets are given back by whoever names them",
+        "tickets are released by whoever names them",
         f"{_STORE}.pending_offers",
         " or claim.reader not in given.served or claim.claim_id not in given.claim_ids",
         "",
@@ -287,6 +287,13 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{_CONTROL}.rpc.server",
         "        forget_frames(error)\n",
         "        _KEPT.append(error)\n",
+    ),
+    Mutant(
+        "12",
+        "a call polls for its write",
+        f"{_STORE}.etcd.sync",
+        "        await asyncio.wait([done], timeout=_STALE_S)\n",
+        "        while not done.done():\n            await asyncio.sleep(1e-4)\n",
     ),
     Mutant(
         "12",

@@ -41,6 +41,8 @@ class Network:
         self.listeners: dict[str, Listener] = {}
         self.connections: dict[Connection, None] = {}
         self.num_messages = 0
+        self.most_steps: dict[str, float] = {}
+        """By method, of a call or of a message in a stream."""
         self.loss = 0.0
         self.slowness = 1.0
         self.certificates = 1
@@ -63,6 +65,10 @@ class Network:
         while self.loss and self.chance.random() < self.loss:
             delay += 0.2
         return delay
+
+    def note_steps(self, path: str, num_steps: float) -> None:
+        """A call has ended."""
+        self.most_steps[path] = max(self.most_steps.get(path, 0.0), num_steps)
 
     def is_cut(self, source: str, target: str) -> bool:
         return self._cut.get((source, target), 0) > 0

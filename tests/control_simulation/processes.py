@@ -18,6 +18,14 @@ from typing import Any
 from virtual_time import VirtualLoop
 
 _of: ContextVar[Process | None] = ContextVar("process", default=None)
+of_call: ContextVar[Steps | None] = ContextVar("call", default=None)
+"""The call that a process serves, and the tasks that it starts."""
+
+
+class Steps:
+    """Counts callbacks."""
+
+    num = 0
 
 
 class State(Enum):
@@ -48,6 +56,8 @@ class _Deferrable:
     def __call__(self) -> None:
         if self.process.state is State.RUNS:
             self.process.num_steps += 1
+            if (steps := self.context.get(of_call)) is not None:
+                steps.num += 1
             self.callback(*self.args)
         else:
             self.process.deferred.append(self)

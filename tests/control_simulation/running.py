@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one seed: rounds of faults, each followed by two leases of peace and a look at everything."""
+"""Runs one seed: rounds of faults, each followed by two leases of peace and a check of everything."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _CALLS = (
     "find, in vain",
     "handoff in vain",
     "join",
+    "lost",
     "no lookup",
     "prefix found at rest",
     "prefix withdrawn",
     "settle",
     "settle, in vain",
     "settle at rest",
+    "settle without a stream",
     "visit",
     "visit, in vain",
     "visit at rest",
@@ -110,6 +112,7 @@ async def _round(world: World, chosen: Sequence[Fault]) -> None:
     )
     world.handoffs.must_succeed = chosen[0].spares_handoffs if len(chosen) == 1 else world.spares_members
     harmless = [fault for fault in chosen if fault.spares_members and not fault.is_duplicate]
+    world.has_only_one = len(chosen) == 1
     world.has_one_fault = len(chosen) - len(harmless) <= 1
     world.leaves_one = len(world.seats) > 1 and all(fault.leaves_one for fault in chosen)
     before = {worker: worker.num_rejoins for worker in world.running()}

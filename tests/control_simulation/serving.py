@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ import grpc
 import grpc.aio
 from control_simulation.calls import ClientCall, Metadata, SimulatedChannel
 from control_simulation.network import Connection, Network
-from control_simulation.processes import Process
+from control_simulation.processes import Process, Steps, of_call
 
 from kvlink.control.security import Security
 from kvlink.control.security.host_tokens import HostTokens
@@ -29,13 +30,22 @@ class _Aborted(Exception):
 class ServerCall:
     """One call as its handler sees it: it serves as a grpc.aio.ServicerContext."""
 
-    def __init__(self, connection: Connection, call: ClientCall, handler: Any) -> None:
+    def __init__(self, connection: Connection, call: ClientCall, handler: Any, network: Network) -> None:
         self._connection = connection
         self._call = call
         self._handler = handler
+        self._network = network
         self._is_over = False
         self._status: list[Any] = [grpc.StatusCode.OK, "", ()]
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        self._num_messages = 1
+        self._steps = Steps()
+        context = copy_context()
+        context.run(of_call.set, self._steps)
+        self.task = context.run(asyncio.get_running_loop().create_task, self._run())
+
+    @property
+    def path(self) -> str:
+        return self._call.path
 
     def cancel(self) -> None:
         """The client has gone."""
@@ -53,6 +63,7 @@ class ServerCall:
         return None
 
     async def write(self, value: Any) -> None:
+        self._num_messages += 1
         blob = self._encoded(value)
         await self._call.replies.room(blob)
         self._send(f"reply {len(blob)}", partial(self._call.replies.put, blob))
@@ -89,6 +100,7 @@ class ServerCall:
         return blob + self._connection.processes[1].says_more
 
     def _decoded(self, blob: bytes) -> Any:
+        self._num_messages += 1
         decode = self._handler.request_deserializer
         return decode(blob) if decode else blob
 
@@ -114,6 +126,8 @@ class ServerCall:
             pass
         except Exception as error:
             self._end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
+        finally:
+            self._network.note_steps(self._call.path, self._steps.num / self._num_messages)
 
 
 class SimulatedServer:
@@ -177,7 +191,7 @@ class SimulatedServer:
                 "none", partial(call.end, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             )
             return
-        connection.calls[call.number] = ServerCall(connection, call, handler)
+        connection.calls[call.number] = ServerCall(connection, call, handler, self._network)
 
     def broken(self, connection: Connection, why: str) -> None:
         """As of `End`."""

@@ -12,7 +12,7 @@ from typing import Any
 from control_simulation.calls import Message
 from control_simulation.etcd import SimulatedEtcd
 from control_simulation.handoffs import KINDS, Handoffs
-from control_simulation.invariants import MOST_PER_S, Ledger, Lines
+from control_simulation.invariants import MOST_PER_S, MOST_STEPS, Ledger, Lines
 from control_simulation.network import Network
 from control_simulation.processes import Process, State, true_time
 from control_simulation.serving import SimulatedSecurity
@@ -40,8 +40,8 @@ _AT_REST = tuple(kind for kind in KINDS if kind not in ("rival", "abandoned"))
 _LOOKUPS = 7
 """So often a prefix is looked up, every 2 s. Its owner asks every 10 s whether the directory has it, and every 30 s
 where a coordinator has none."""
-_MOST_KEPT_BYTES = 20_000
-"""Bounds the messages that are kept while no call runs but streams and watches."""
+_MOST_KEPT_BYTES = 8_000
+"""Bounds the requests that are kept of calls that have ended."""
 
 
 class CoordinatorSeat:
@@ -100,6 +100,8 @@ class World:
         """Likewise, of etcd's members."""
         self.spares_members = False
         """No worker may lose its lease."""
+        self.has_only_one = False
+        """Nothing else happens in this round."""
         self.has_one_fault = False
         """Beside those that cost no worker its lease."""
         self.leaves_one = False
@@ -108,7 +110,7 @@ class World:
         """Bounds coordinators in memory that start from now on."""
         self.handoffs = Handoffs(chance, self.ledger)
         self._num_survived = sum(failures().values())
-        self._kept_before = Message.num_kept
+        self._kept_before = Message.num_kept.copy()
         self._slots = 0
         self._hosts = 0
         self._workers: list[Worker] = []
@@ -234,6 +236,13 @@ class World:
                         self.ledger.violated(f"{worker} has not found the other coordinator in {out_s:.1f} s")
                         since[worker] = float("inf")
 
+    def check_lost(self, worker: Worker) -> None:
+        """Two leases after it died."""
+        self.ledger.done["lost"] += 1
+        for watcher in self.watchers if self.has_only_one else ():
+            if worker.worker_id in watcher.known:
+                self.ledger.violated(f"{watcher.process} still sees {worker}, who died two leases ago")
+
     def check_settled(self) -> None:
         """Two leases after the last fault."""
         joined = {worker.worker_id: worker for worker in self.workers() if worker.is_joined}
@@ -286,8 +295,21 @@ class World:
             self.ledger.done["visit at rest"] += 1
             if not (visited.done() and visited.result()):
                 self.ledger.violated(f"the agent of {owner} does not answer as it should")
+        await self._check_late_order(ring[1], ring[0])
         await asyncio.gather(*map(self._check_found, ring))
         await self._check_withdrawn(ring[0])
+
+    async def _check_late_order(self, owner: Worker, reader: Worker) -> None:
+        """An order that comes while its owner has no stream waits for the next one."""
+        for connection in [each for each in self.network.connections if each.processes[0] is owner.process]:
+            connection.close(owner.process, "its host has moved")
+        await asyncio.sleep(0.005)
+        slot = self.slot()
+        accepted = reader.settle(owner, slot)
+        await asyncio.sleep(4.0)
+        self.ledger.done["settle without a stream"] += 1
+        if not (accepted.done() and accepted.result() and slot in owner.settled):
+            self.ledger.violated(f"{owner} is not told to settle {slot}, which came while it had no stream")
 
     async def _check_withdrawn(self, owner: Worker) -> None:
         if any(seat.is_older for seat in self.seats):  # its publisher may have backed off
@@ -334,16 +356,26 @@ class World:
         open_calls = sum(len(connection.calls) for connection in self.network.connections)
         if open_calls > 10 * (len(self.names) + 5):
             self.ledger.violated(f"{open_calls} calls are open")
-        if Message.num_kept - self._kept_before > _MOST_KEPT_BYTES:
-            gc.collect()  # of cycles, which wait for long where other tests have left a large heap
-        num_kept = Message.num_kept - self._kept_before
-        self.ledger.peak("message bytes", num_kept)
-        if num_kept > _MOST_KEPT_BYTES:
-            self.ledger.violated(f"{num_kept} bytes of requests are kept")
+        self._check_kept()
         if (num_survived := sum(failures().values())) != self._num_survived:
             self._num_survived = num_survived
             self.ledger.violated(f"loops have survived errors that nobody expected: {failures()}")
         self._check_rates()
+
+    def _check_kept(self) -> None:
+        """A call that has ended leaves its request only at who was killed meanwhile. A stream keeps its last one."""
+        running = {call.path for connection in self.network.connections for call in connection.calls.values()}
+
+        def kept() -> dict[str, int]:
+            of_all = Message.num_kept - self._kept_before
+            return {path: num_bytes for path, num_bytes in of_all.items() if path not in running}
+
+        if sum(kept().values()) > _MOST_KEPT_BYTES:
+            gc.collect()  # of cycles, which wait for long where other tests have left a large heap
+        num_kept = sum(kept().values())
+        self.ledger.peak("message bytes", num_kept)
+        if num_kept > _MOST_KEPT_BYTES:
+            self.ledger.violated(f"requests are kept of calls that have ended: {kept()} bytes")
 
     def _check_store(self, seat: CoordinatorSeat) -> None:
         """Checks the store's contents for requests that can still matter."""
@@ -371,4 +403,9 @@ class World:
             self.ledger.peak(what, rate)
             if rate > most:
                 self.ledger.violated(f"{rate:.1f} {what} a second")
+        for path, num_steps in self.network.most_steps.items():
+            if path.startswith("/kvlink."):
+                self.ledger.peak("steps a call", num_steps)
+                if num_steps > MOST_STEPS:
+                    self.ledger.violated(f"a call of {path} took {num_steps:.0f} steps")
         self._since, self._counts = true_time(), counts

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvlink.control.limits import Limits
 from kvlink.control.values import Prefix
 from kvlink.coordinator.prefix_directory import PrefixDirectory
-from kvlink.coordinator.store.members import BEATS_PER_LEASE, Members
+from kvlink.coordinator.store.members import Members
 from kvlink.coordinator.store.memory import MemoryStore
 
 
@@ -270,7 +270,7 @@ def test_it_takes_no_more_memory_than_it_counts(shape: str) -> None:
 
 
 LEASE_S = 9.0
-BEAT_S = LEASE_S / BEATS_PER_LEASE
+BEAT_S = LEASE_S / 4
 
 
 @pytest.fixture
@@ -301,6 +301,17 @@ def test_who_comes_late_hears_first_and_only_once(members: Members) -> None:
     now += 0.1 + LEASE_S + 5.0
     assert lost(members, now, late_s=5.0) == [], "its beat made up for the first time"
     assert lost(members, now + BEAT_S) == ["a"]
+
+
+def test_epochs_of_so_many_who_are_gone_are_remembered() -> None:
+    members = Members(LEASE_S, Limits(remembered_epochs=1))
+    for worker_id in ("a", "b", "c", "d"):
+        members.join(make_card(worker_id, epoch=5), rejoin=False, now=0.0)
+    for worker_id in ("a", "b"):
+        members.leave(worker_id, 5)
+    members.join(make_card("e"), rejoin=False, now=0.0)
+    for worker_id, epoch in (("a", 1), ("b", 6)):
+        assert members.join(make_card(worker_id, process=2), rejoin=False, now=0.0)[0] == epoch
 
 
 @pytest.mark.verify

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -145,6 +146,26 @@ async def test_a_claim_whose_answer_fails_does_not_keep_others_waiting() -> None
         claims[1].on_answer = FailingOnce()
         await store.offer(make_offer("r", seats=2))
         assert [await claim for claim in claims] == [[make_offer("r").ticket]] * 2
+
+
+@virtual
+async def test_an_alarm_rings_at_the_earliest_time_that_was_set() -> None:
+    times: list[tuple[float, float]] = []
+
+    def ring(late_s: float) -> float:
+        times.append((clock(), late_s))
+        return math.inf if len(times) > 1 else 8.0
+
+    clock = asyncio.get_running_loop().time
+    alarm = Alarm(ring, clock)
+    for due in (9.0, 5.0, 7.0):
+        alarm.set(due)
+    await passes(20.0)
+    assert times == [(5.0, 0.0), (8.0, 0.0)]
+    alarm.set(1.0)  # is over
+    await passes(1.0)
+    assert times[2:] == [(20.0, 0.0)]
+    alarm.close()
 
 
 @virtual

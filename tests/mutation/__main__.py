@@ -2,7 +2,7 @@
 """Tries generated mutants of a module, or of the lines that a change adds, with the tests of the gate.
 
 PYTHONPATH=tests python -m mutation [MODULE ... | all] [--base REF] [--sample N] [--seed N] [--seeds N]
-    [--kinds unit,model,simulation] [--each-kind]
+    [--within S] [--kinds unit,model,simulation] [--each-kind] [--again]
 
 Without a module: the mutants in lines that differ from REF. Each module's score goes to build/mutation/MODULE.json,
 from where `python .ci/lanes.py record` takes it, and its survivors to build/mutation/MODULE.txt. Exits with 1 if a
@@ -28,6 +28,8 @@ from mutation.modules import MODULES, ROOT, files_of
 from mutation.mutants import KILLED, Mutant, Outcome, interval, sample
 
 FOLDER = ROOT / "build" / "mutation"
+"""Has a score a module, in JSON, and its survivors."""
+WORK = FOLDER / "work"
 _SPARE = 1.4
 """So many times the sample is compiled, because some mutants of C++ do not."""
 
@@ -90,30 +92,54 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> Iterato
         yield name, tried
 
 
-def _try_python(name: str, chosen: Sequence[python_mutants.Site], given: argparse.Namespace) -> list[Tried]:
-    tried = {site.mutant.name: Tried(site.mutant, {}) for site in chosen}
-    for kind, tests in ((kind, MODULES[name].tests.get(kind, ())) for kind in given.kinds):
+def _try_python(
+    chosen: dict[str, list[python_mutants.Site]], given: argparse.Namespace
+) -> dict[str, list[Tried]]:
+    """Tries the mutants of modules that have the same tests."""
+    tried = {name: _kept(name, sites, given.again) for name, sites in chosen.items()}
+    mutants = {mutant: one for of_module in tried.values() for mutant, one in of_module.items()}
+    tests = MODULES[next(iter(chosen))].tests
+    for kind in (kind for kind in given.kinds if kind in tests):
         paths = [
-            path for test in tests for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
+            path
+            for test in tests[kind]
+            for path in ([test] if "::" in test else sorted(map(str, ROOT.glob(test))))
         ]
         left = [
-            site for site in chosen if given.each_kind or not
-            any(each.status in KILLED for each in tried[site.mutant.name].outcomes.values())
+            site for sites in chosen.values() for site in sites
+            if kind not in (outcomes := mutants[site.mutant.name].outcomes)
+            and (given.each_kind or not any(each.status in KILLED for each in outcomes.values()))
         ]  # fmt: skip
-        if left and tests:
-            most = given.seeds if kind == "simulation" else 10_000
-            outcomes = python_tests.try_all(
-                [(site.mutant, site.at_import) for site in left], paths, most, FOLDER
-            )
-            for mutant, outcome in outcomes.items():
-                tried[mutant].outcomes[kind] = outcome
-    for each in (each for each in PLANTED if each.module == name and given.modules):
-        mutant = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
-        outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, FOLDER)
-        tried[each.name] = Tried(mutant, {"unit": outcome})
-    for one in tried.values():
+        if left:
+            most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
+            asked = [(site.mutant, site.at_import) for site in left]
+            ends = python_tests.try_all(asked, paths, most, within, WORK)
+            for mutant, outcome in ends.items():
+                mutants[mutant].outcomes[kind] = outcome
+    for each in (each for each in PLANTED if each.module in chosen and given.modules):
+        planted = Mutant(each.file, each.name, "planted", each.old, each.new, 0)
+        outcome = python_tests.try_patch(each.file, each.old, each.new, each.tests, WORK)
+        tried[each.module][each.name] = Tried(planted, {"unit": outcome})
+    for one in (one for of_module in tried.values() for one in of_module.values()):
         _say(one)
-    return list(tried.values())
+    return {name: list(of_module.values()) for name, of_module in tried.items()}
+
+
+def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
+    """Mutants with the kills of the last run of their module: tests that were added since do not undo them."""
+    path = WORK / f"{name}.json"
+    last = json.loads(path.read_text()) if again and path.exists() else {}
+    return {
+        site.mutant.name: Tried(
+            site.mutant,
+            {
+                kind: Outcome(*each)
+                for kind, each in last.get(site.mutant.name, {}).items()
+                if each[0] in KILLED
+            },
+        )
+        for site in sites
+    }
 
 
 def _say(tried: Tried) -> None:
@@ -137,8 +163,11 @@ def _try(
     cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
     if any(cpp.values()):
         yield from _try_cpp(cpp, given)
-    for name in (name for name, sites in chosen.items() if sites and name not in cpp):
-        yield name, _try_python(name, chosen[name], given)
+    python = [name for name, sites in chosen.items() if sites and name not in cpp]
+    while python:
+        alike = [name for name in python if MODULES[name].tests == MODULES[python[0]].tests]
+        yield from _try_python({name: chosen[name] for name in alike}, given).items()
+        python = [name for name in python if name not in alike]
 
 
 def _score(name: str, tried: Sequence[Tried], seed: int) -> dict[str, object]:
@@ -184,6 +213,7 @@ def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[
 
 def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
+    (WORK / f"{name}.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
     rows = [
         f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
         for t in tried
@@ -242,11 +272,18 @@ def main(arguments: Sequence[str]) -> int:
     add("--sample", type=int, default=0, help="how many mutants a module; by default 100, of a change 15")
     add("--seed", type=int, default=0)
     add("--seeds", type=int, default=8, help="of the gate's, of the control plane's simulation")
+    add(
+        "--within",
+        type=float,
+        default=1e9,
+        help="seconds of tests for each mutant, of Python and the fastest",
+    )
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
+    add("--again", action="store_true", help="only those of Python that survived the last run of the module")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     given.sample = given.sample or (100 if given.modules else 15)
     if not given.modules:
         return _try_change(given)

@@ -6,14 +6,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
+_STORE = "kvlink/coordinator/store/"
+_ETCD = f"{_STORE}etcd/"
 _PLAN, _ENGINE, _STAGING = "csrc/plan/", "csrc/engine/", "csrc/staging/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
         f"{_TABLE}::sweep: comparison: num_slots - slot >= kSlotsAtOnce -> (num_slots - slot) > (kSlotsAtOnce)":
-            "the last slots are looked at one by one, which does the same more slowly",
+            "the last slots are checked one by one, which does the same more slowly",
         "csrc/lease/lease_table.cc:are_zero: constant: 0xffff -> 0xffff + 1":
-            "never zero, so all slots are looked at one by one, which does the same more slowly",
+            "never zero, so all slots are checked one by one, which does the same more slowly",
         f"{_TABLE}::take_settled: skipped branch: word.load(std::memory_order_relaxed) == 0 -> false":
             "0 settles no seat, because nonces are 256 or more; the word is exchanged for nothing",
         f"{_TABLE}::set_ready: comparison: shared.load(std::memory_order_relaxed) < ready -> "
@@ -32,6 +35,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_PLAN}planner.cc:has_repeated: constant: 1 -> 1 + 1 #1": "the bitmap has one word more, which stays 0",
         f"{_PLAN}layout_check.cc:rows_touch: exchanged arguments: std::clamp(below, -last, last) -> "
         "std::clamp(-last, below, last)": "both are min(max(below, -last), last)",
+    },
+    "stores": {
+        f"{_ETCD}history.py:History.__init__: constant: 0 -> 1 #2":
+            "etcd's first revision is 1, so that no answer is below it either",
+        f"{_ETCD}mirror.py:Mirror._known_keys: skipped branch: request.claimed_revision -> True":
+            "the deletion of a record that is not there sets what is None to None, and leaves a timer that is not set",
+        f"{_ETCD}sync.py:Sync._start_over: swapped statements: self._revision, self._last = (0, []) -> "
+        "ahead of self._history.clear()": "neither uses what the other changes",
+        f"{_ETCD}mirror.py:Mirror.expire: swapped statements: self.num_expired += 1 -> "
+        "ahead of self._end(name, refusals.expired(ticket.offer))": "neither uses what the other changes",
+        f"{_STORE}pending_offers.py:PendingOffers._drop: swapped statements: self._prune(request_id, request) -> "
+        "ahead of self._end(request_id, why)": "neither uses what the other changes",
     },
     "engine": {
         f"{_ENGINE}transfer.cc:Transfer::next: constant: 0 -> 0 + 1 #1":
@@ -56,6 +71,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "those who wait for the event go on when the loop runs again, which is after both",
         f"{_SWAPPED.format('_stay_joined')}: self._joined.clear() -> ahead of self.state = SessionState.REJOINING":
             "nobody looks at either before the loop runs again",
+        f"{_SWAPPED.format('__init__')}: self._on_settle = guarded('session settles', on_settle) -> "
+        "ahead of self._membership = membership": "neither uses the other",
+    },
+    "coordinator": {
+        "kvlink/coordinator/coordinator.py:Coordinator.__init__: swapped statements: "
+        "self.counts = self._server.counts -> ahead of self._prefixes = PrefixService(self._store, limits)":
+            "neither uses the other",
+        f"{_DIRECTORY}._drop: constant: 0 -> 1": "in an assertion: a copy counts 2,048 bytes or more",
+        f"{_DIRECTORY}._enter: swapped statements: self.num_bytes += child.num_copies * _BYTES_OF_PLACE -> "
+        "ahead of child.split(common)": "a split leaves the number of copies as it was",
+        f"{_DIRECTORY}._remove_part: swapped statements: part = copy.parts.pop(rank, None) -> "
+        "ahead of self._leave(copy)": "leaving the tree looks at the servers and the keys, which the part is not among",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""
@@ -93,7 +120,7 @@ _READY = "shared.ready.store(ready, std::memory_order_relaxed);"
 _NONCE = "shared.nonce.store(seat.nonce, std::memory_order_release);"
 
 PLANTED = (
-    Planted("gives back whatever anyone names", "stores", _OFFERS,
+    Planted("releases whatever anyone names", "stores", _OFFERS,
             "given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids",
             "given is None",
             _TEST_OFFERS),

@@ -28,41 +28,49 @@ class Module(NamedTuple):
 
 
 _SIMULATION = ("tests/control_simulation/test_control_simulation.py",)
-_LOOP = "tests/loops/test_loops.py::test_a_loop_goes_on_after_an_exception_that_nobody_expects"
-_SESSION = (
-    *(f"tests/control/test_{name}.py" for name in ("session", "beats", "refused_offers", "status")),
-    f"{_LOOP}[session]",
-    f"{_LOOP}[session settles]",
+_CONTROL = (
+    *("tests/control/store", "tests/control/test_[!im]*.py", "tests/coordinator"),
+    *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
+    *(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota")),
 )
-_ETCD = (
-    f"tests/control/test_{name}.py" for name in ("etcd_upkeep", "store_health", "etcd_history", "given_back")
+"""Without those that count instructions and bytes of another process."""
+_OF_CONTROL = {"unit": _CONTROL, "simulation": _SIMULATION}
+_WORKER = (
+    *("tests/worker", "tests/transfer", "tests/unit", "tests/smoke"),
+    *("tests/loops", "tests/metrics", "tests/tracing/test_[!p]*.py"),
 )
-_CONTRACT = tuple(f"tests/control_simulation/test_{name}.py" for name in ("etcd_contract", "simulated_quota"))
-_STORES = ("tests/coordinator", "tests/control/store", *_ETCD, *_CONTRACT)
+_OF_WORKER = {"unit": _WORKER}
+_VLLM = (
+    "tests/loops",
+    *(
+        f"tests/integrations/test_{name}*.py"
+        for name in ("vllm", "model_identity", "request_guard", "entry_names", "block_id_walk")
+    ),
+)
 
 
-def _in_kinds(*unit: str) -> dict[str, tuple[str, ...]]:
-    return {"unit": unit, "simulation": _SIMULATION}
-
+_OF_VLLM = {"unit": _VLLM}
 
 MODULES = {
     "lease": Module(("csrc/lease/*",), 90, ("lease",)),
     "plan": Module(("csrc/plan/*",), 90, ("plan",)),
     "engine": Module(("csrc/engine/*",), 90, ("engine", "staging", "lease")),
     "staging": Module(("csrc/staging/*",), 80, ("staging", "engine")),
-    "stores": Module(("kvlink/coordinator/store/**/*.py",), 90, tests=_in_kinds(*_STORES)),
+    "stores": Module(
+        ("kvlink/coordinator/store/**/*.py",),
+        90,
+        tests=_OF_CONTROL,
+    ),
     "session": Module(
-        ("kvlink/control/session.py", "kvlink/control/beats.py"), 90, tests=_in_kinds(*_SESSION)
+        ("kvlink/control/session.py", "kvlink/control/beats.py"),
+        90,
+        tests=_OF_CONTROL,
     ),
-    "coordinator": Module(
-        ("kvlink/coordinator/*.py",), 80, tests=_in_kinds("tests/coordinator", "tests/control/test_co*.py")
-    ),
-    "control": Module(
-        ("kvlink/control/**/*.py",), 80, tests={"unit": ("tests/control",), "simulation": _SIMULATION}
-    ),
-    "worker": Module(("kvlink/worker/**/*.py",), 80, tests={"unit": ("tests/worker", "tests/cli")}),
-    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests={"unit": ("tests/transfer", "tests/worker")}),
-    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests={"unit": ("tests/integrations/test_vllm*.py",)}),
+    "coordinator": Module(("kvlink/coordinator/*.py",), 80, tests=_OF_CONTROL),
+    "control": Module(("kvlink/control/**/*.py",), 80, tests=_OF_CONTROL),
+    "worker": Module(("kvlink/worker/**/*.py",), 80, tests=_OF_WORKER),
+    "transfer": Module(("kvlink/transfer/**/*.py",), 80, tests=_OF_WORKER),
+    "vllm": Module(("integrations/vllm/**/*.py",), 80, tests=_OF_VLLM),
 }
 
 

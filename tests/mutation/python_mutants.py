@@ -33,6 +33,23 @@ _LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _LOCKS = ("lock", "mutex")
 _UNORDERED = {"isinstance", "getattr", "cast", "min", "max"}
 """Functions whose first two arguments are not exchanged: nothing would change, or all would fail."""
+_PURE = {
+    "min",
+    "max",
+    "len",
+    "sum",
+    "bool",
+    "int",
+    "float",
+    "bytes",
+    "list",
+    "set",
+    "dict",
+    "tuple",
+    "replace",
+}
+"""Functions that see and change nothing but what they are given."""
+_TEXTS = {"__repr__", "__str__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -50,6 +67,13 @@ class Site(NamedTuple):
 def _is_log(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     return isinstance(called, ast.Attribute) and called.attr in _LOGS
+
+
+def _only_logs(node: ast.AST) -> bool:
+    """Whether a statement does no more than to write a line into the log."""
+    if isinstance(node, ast.If):
+        return all(map(_only_logs, (*node.body, *node.orelse)))
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and _is_log(node.value))
 
 
 def _expressions(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -119,16 +143,24 @@ def _conditions(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         yield from ((each, True) for each in node.ifs)
 
 
+def _is_called(node: ast.AST) -> bool:
+    """Whether something below `node` is called that may see or change other things."""
+    return any(
+        isinstance(each, ast.Await)
+        or (isinstance(each, ast.Call) and not (isinstance(each.func, ast.Name) and each.func.id in _PURE))
+        for each in ast.walk(node)
+    )
+
+
 def _order_matters(one: ast.AST, other: ast.AST) -> bool:
     """Whether the order of two statements can be seen: a call may see it, but not that of another local name."""
     for node, beside in ((one, other), (other, one)):
-        if not any(isinstance(each, ast.Call | ast.Await) for each in ast.walk(node)) and isinstance(
-            node, ast.Assign
-        ):
+        if not _is_called(node) and isinstance(node, ast.Assign):
             used = {each.id for each in ast.walk(beside) if isinstance(each, ast.Name)}
-            if all(isinstance(target, ast.Name) and target.id not in used for target in node.targets):
+            names = [each for target in node.targets for each in getattr(target, "elts", (target,))]
+            if all(isinstance(each, ast.Name) and each.id not in used for each in names):
                 return False
-    return any(isinstance(each, ast.Call | ast.Await) for node in (one, other) for each in ast.walk(node))
+    return _is_called(one) or _is_called(other)
 
 
 def _is_store(node: ast.AST) -> bool:
@@ -151,12 +183,18 @@ class _Finder:
             self.file, ".".join(scope) or "module", operator, shortened(ast.unparse(node)),
             shortened(f"ahead of {ast.unparse(moved)}" if moved else text), node.lineno,
         )  # fmt: skip
-        functions = bool(scope) and not scope[-1].endswith("{}")
-        self.found.append(Site(mutant, node, copy.deepcopy(alternative), at_import=not functions, **more))
+        early = not self._in_function(scope)
+        self.found.append(Site(mutant, node, copy.deepcopy(alternative), at_import=early, **more))
+
+    @staticmethod
+    def _in_function(scope: list[str]) -> bool:
+        return bool(scope) and not scope[-1].endswith("{}")
 
     def walk(self, node: ast.AST, scope: list[str]) -> None:
-        """Looks at everything below `node` that is not text, an annotation or a pattern."""
-        if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node):
+        """Checks everything below `node` that is not text, an annotation or a pattern."""
+        if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node) or _only_logs(node):
+            return
+        if isinstance(node, _FUNCTIONS) and node.name in _TEXTS:
             return
         if isinstance(node, ast.expr):
             for operator, alternative in _expressions(node):
@@ -186,7 +224,14 @@ class _Finder:
                 continue
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 continue  # a docstring
-            if i and _is_store(each) and _is_store(below[i - 1]) and _order_matters(each, below[i - 1]):
+            defines = not self._in_function(inner) and isinstance(each, ast.Assign)  # such as a type variable
+            if (
+                i
+                and _is_store(each)
+                and _is_store(below[i - 1])
+                and not defines
+                and _order_matters(each, below[i - 1])
+            ):
                 self.add(inner, "swapped statements", each, [], ahead_of=below[i - 1])
             self.walk(each, inner)
 

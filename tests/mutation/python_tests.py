@@ -7,8 +7,11 @@ the fastest first, until one fails. One that is made while its module is importe
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
+import hashlib
+import itertools
 import json
 import os
 import select
@@ -28,28 +31,37 @@ ROOT = Path(__file__).resolve().parents[2]
 _FEW = 60
 """Tests for a mutant in a module without functions, of which nobody knows which tests reach it."""
 
+_LONG_S, _LAST_S = 600.0, 20.0
+"""How long a test may take without a mutant, and the end of a process."""
+
 
 def patience_s(normal_s: float) -> float:
-    """Returns how long tests may take that take `normal_s` without a mutant."""
+    """Returns how long a test may take that takes `normal_s` without a mutant."""
     return 20 + 8 * normal_s
 
 
-def forked(action: Callable[[], Any], seconds: float) -> Any:
-    """Returns what `action` returns in a fork of this process, "timeout", or "crashed"."""
+def forked(action: Callable[[Callable[[], object]], Any], limits: Sequence[float]) -> Any:
+    """Returns what `action` returns in a fork of this process, "timeout", or "crashed".
+
+    It is given a function to call after each of its steps, of which each has so many seconds.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
         os.close(read)
         with open(write, "w") as told:  # noqa: PTH123
-            json.dump(action(), told)
+            json.dump(action(lambda: print(file=told, flush=True)), told)
         os._exit(0)
     os.close(write)
-    text, until = b"", time.monotonic() + seconds
+    text, left = b"", iter(limits)
+    until = time.monotonic() + next(left)
     while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         part = os.read(read, 1 << 20)
         if not part:
             break
+        for _ in range(part.count(b"\n")):
+            until = time.monotonic() + next(left, _LAST_S)
         text += part
     else:
         text = b'"timeout"'
@@ -57,7 +69,10 @@ def forked(action: Callable[[], Any], seconds: float) -> Any:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return json.loads(text or b'"crashed"')
+    try:
+        return json.loads(text)
+    except ValueError:  # there is none, or a part
+        return "crashed"
 
 
 class Server:
@@ -71,52 +86,78 @@ class Server:
         """Takes the place of pytest's own loop."""
         items = {item.nodeid: item for item in session.items}
         gc.freeze()
-        recorded = forked(lambda: self._record(list(items.values())), 1200)
-        if not isinstance(recorded, dict):
-            raise SystemExit(f"the tests without a mutant: {recorded}")
+        recorded = self._recorded(items)
         with Path(self._plan["results"]).open("w") as results:
-            for name, number, module_number, at_import in self._plan["mutants"]:
-                reaching = module_number if at_import else number
+            for name, number, _, at_import in self._plan["mutants"]:
+                reaching = name.partition(":")[0] if at_import else name
                 tests = sorted(
-                    (seconds, test) for test, (seconds, reached) in recorded.items() if reaching in reached
+                    (seconds, test) for test, (_, seconds, reached) in recorded.items() if reaching in reached
                 )
                 if at_import:
-                    line = [
-                        name,
-                        "at import",
-                        [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW],
-                    ]
+                    named = [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW]
+                    line = [name, "at import", named]
                 else:
-                    tests = tests[: self._plan["most"]]
+                    totals = itertools.accumulate(seconds for seconds, _ in tests)
+                    within = bisect.bisect(list(totals), self._plan["within"])
+                    tests = tests[: min(within + 1, self._plan["most"])]
                     chosen = [items[test] for _, test in tests]
-                    seconds = patience_s(sum(seconds for seconds, _ in tests))
-                    line = [name, *self._try(number, chosen, seconds)]
+                    line = [name, *self._try(number, chosen, [patience_s(seconds) for seconds, _ in tests])]
                 results.write(json.dumps(line) + "\n")
                 results.flush()
         return True
 
-    def _record(self, items: Sequence[pytest.Item]) -> dict[str, Any]:
-        """How long each test takes, and which mutants it reaches."""
+    def _recorded(self, items: dict[str, pytest.Item]) -> dict[str, Any]:
+        """When its file was written, how long it takes, and which mutants and files it reaches, by test.
+
+        What an earlier run has seen of the same mutants is not checked again.
+        """
+        mutants = {name for name, *_ in self._plan["mutants"]}
+        seen = Path(self._plan["seen"])
+        before = json.loads(seen.read_text()) if seen.exists() else {"mutants": [], "tests": {}}
+        known = before["tests"] if mutants.issubset(before["mutants"]) else {}
+        written = {test: item.path.stat().st_mtime for test, item in items.items()}
+        recorded = {
+            test: known[test] for test, at in written.items() if test in known and known[test][0] == at
+        }
+        left = [item for test, item in items.items() if test not in recorded]
+        if left:
+            found = forked(lambda stepped: self._record(left, stepped), [_LONG_S] * len(left))
+            if not isinstance(found, dict):
+                raise SystemExit(f"the tests without a mutant: {found}")
+            recorded |= {test: [written[test], *row] for test, row in found.items()}
+            every = before["mutants"] if known else sorted(mutants)
+            seen.write_text(json.dumps({"mutants": every, "tests": {**known, **recorded}}))
+        return {test: row for test, row in recorded.items() if row[1] is not None}
+
+    def _record(self, items: Sequence[pytest.Item], stepped: Callable[[], object]) -> dict[str, Any]:
+        """How long each test takes, None if it does not pass, and what it reaches."""
+        names = {number: name for name, number, _, _ in self._plan["mutants"]}
+        names |= {number: name.partition(":")[0] for name, _, number, _ in self._plan["mutants"]}
         recorded = {}
         for item, following in zip(items, [*items[1:], None], strict=True):
             Switch.reached.clear()
             began = time.monotonic()
             failed, skipped = _run(item, following)
-            if not failed and not skipped:
-                recorded[item.nodeid] = (time.monotonic() - began, sorted(Switch.reached))
+            seconds = None if failed or skipped else time.monotonic() - began
+            recorded[item.nodeid] = (
+                seconds,
+                sorted(names[number] for number in Switch.reached if number in names),
+            )
+            stepped()
         return recorded
 
-    def _try(self, number: int, items: Sequence[pytest.Item], seconds: float) -> Sequence[str]:
-        def action() -> list[str]:
+    def _try(self, number: int, items: Sequence[pytest.Item], limits: Sequence[float]) -> Sequence[str]:
+        def action(stepped: Callable[[], object]) -> list[str]:
             Switch.active = number
             for item, following in zip(items, [*items[1:], None], strict=True):
                 if _run(item, following)[0]:
                     return ["killed", item.nodeid]
+                stepped()
             return ["survived", ""]
 
         if not items:
             return ["unreached", ""]
-        outcome = forked(action, seconds)
+        outcome = forked(action, limits)
         return [outcome, ""] if isinstance(outcome, str) else outcome
 
 
@@ -135,9 +176,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def try_all(
-    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, folder: Path
+    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, within: float, folder: Path
 ) -> dict[str, Outcome]:
-    """Returns by name how the tests, so many at most, end with each mutant. The flag: it is made at import."""
+    """Returns by name how the tests end with each mutant: so many at most, or within so many seconds.
+
+    The flag in `chosen`: the mutant is made at import.
+    """
     files: dict[str, dict[str, int]] = {}
     for number, (mutant, _) in enumerate(chosen, 1):
         files.setdefault(mutant.file, {})[mutant.name] = number
@@ -152,6 +196,8 @@ def try_all(
         "results": str(results),
         "patches": {},
         "most": most,
+        "within": within,
+        "seen": str(folder / f"seen.{hashlib.sha256(repr(tests).encode()).hexdigest()[:8]}.json"),
     }
     results.unlink(missing_ok=True)
     _pytest(plan, tests, folder, timeout=None)

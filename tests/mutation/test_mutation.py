@@ -30,7 +30,10 @@ PYTHON = {
         "constant": ["1"],
     },
     "log.info('%d', 1)": {},
+    "if a < 1:\n  log.info('a')\n elif b:\n  log.info('b')": {},
     "f'{a < b}'": {},
+    "a, b = 1, 2\n c.f()": {"constant": ["2", "3"], "removed statement": [""]},
+    "a.b = max(a.b, c)\n d.e = len(f)": {"removed statement": ["", ""]},
     "a.b = 1\n c.d = 2": {"removed statement": ["", ""], "constant": ["2", "3"]},
 }
 

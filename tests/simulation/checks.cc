@@ -15,7 +15,7 @@ constexpr int64_t kSlackNs = 1'500'000;
 constexpr int64_t kCrowdedNs = 1'500'000;
 // A streaming pull may look for what is ready as rarely as once a tick.
 constexpr int64_t kForgottenNs = 2 * kTickNs + kSlackNs;
-constexpr int64_t kQuietNs = 1'002'000'000;  // lanes with work are looked at once a second
+constexpr int64_t kQuietNs = 1'002'000'000;  // lanes with work are checked once a second
 // The longest that three posts of a slow endpoint take, and a tick for each.
 constexpr int64_t kWithdrawnNs = 40'000'000;
 // A streaming pull looks eight times for each block, and then once a tick.
@@ -165,12 +165,12 @@ void World::check_end() {
   }
   for (const auto& [link, seat] : released_) {
     if (link->healthy() && !link->closed && link->owner->num_settled(seat) != 1) {
-      fail("a seat that was given back is not settled");
+      fail("a seat that was released is not settled");
     }
     const bool posted = link->owner->was_posted(seat.settle_nonce), lost = lost_.contains(seat.settle_nonce);
-    if (posted && lost) fail("a settle that was posted is given back");
+    if (posted && lost) fail("a settle that was posted is returned");
     if (!posted && !lost && can_end_alone() && !link->staged)
-      fail("a queued settle is neither posted nor given back");
+      fail("a queued settle is neither posted nor returned");
   }
   for (const auto& peer : peers_) {
     for (const auto& link : peer->links) {
@@ -201,7 +201,7 @@ void World::check_effort() {
     fail("memory is allocated in vain");
 }
 
-/// Nothing is asked for more often than it has to: each range once, and again if its lane gave it back; each
+/// Nothing is asked for more often than it has to: each range once, and again if its lane returned it; each
 /// word once by each lane.
 void World::check_work(const Link& link) {
   uint64_t posted = 0, stores = 0, most = 0;
@@ -224,7 +224,7 @@ void World::check_work(const Link& link) {
   if (posted > most) fail("ranges are read twice");
 }
 
-/// A look at the slot that was answered ends a pull, unless an endpoint broke its promise of order. A
+/// A check the slot that was answered ends a pull, unless an endpoint broke its promise of order. A
 /// streaming pull looks again for what is ready, less and less often while there is nothing.
 void World::check_looks(const Link& link, Transfer& transfer) {
   const std::byte* const words = transfer.slot_chunk(kLeaseRegion).segments->local;
@@ -237,9 +237,9 @@ void World::check_looks(const Link& link, Transfer& transfer) {
   if (link.streaming.contains(&transfer)) {
     const int64_t took = transfer.stats().total_ns;  // 0 of one that was cancelled
     const uint64_t most = kLooksForReady + static_cast<uint64_t>(took / kTickNs);
-    if (took > 0 && looks > most) fail("a slot is looked at too often");
+    if (took > 0 && looks > most) fail("a slot is checked too often");
   } else if (promised && looks > 1) {
-    fail("a slot is looked at again in vain");
+    fail("a slot is checked again in vain");
   }
 }
 
@@ -259,7 +259,7 @@ void World::check_told(const Call& call) {
   const size_t first_unused = call.source + 1;
   if (!call.is_relay || call.end == PullState::kFailed || !can_end_alone()) return;
   for (size_t index = first_unused; index < call.sources.size(); ++index) {
-    if (!call.sources[index].settle_asked) fail("a source that was not needed is not given back");
+    if (!call.sources[index].settle_asked) fail("a source that was not needed is not released");
   }
 }
 

@@ -49,8 +49,8 @@ void World::take(uint64_t token) {
     for (const auto& link : peers_[index]->links) {
       if (!link->connection || link->connection->token() != token) continue;
       for (const LaneWord& word : link->connection->take_lost()) {
-        if (!lost_.insert(word.value).second) fail("a settle is given back twice");
-        note(Event::kGivenBackSettle);
+        if (!lost_.insert(word.value).second) fail("a settle is returned twice");
+        note(Event::kReturnedSettle);
         peers_[index]->owner->settle({word.slot, 0, word.value});
       }
       return;
@@ -81,7 +81,7 @@ void World::act(Call& call, const PullAction& action) {
       for (size_t index = action.number; index < call.sources.size(); ++index) {
         Source& source = call.sources[index];
         if (source.link) fail("a source that was read from counts as unused");
-        if (std::exchange(source.settle_asked, true)) fail("a source is given back twice");
+        if (std::exchange(source.settle_asked, true)) fail("a source is released twice");
         if (source.settles()) source.peer->owner->settle(source.seat);
       }
   }

@@ -28,7 +28,8 @@ inline constexpr std::array kKindNames{"connected", "refused", "cancel", "reques
 enum class Event : uint8_t {
   kStagedRead, kRecalledRead, kUnrecalledRead, kRefusedRead, kRefusedPost, kRefusedWrite, kLostWrite, kBreak,
   kReorderedCompletion, kBrokenOrder, kSharedOffer, kSharedSoftOffer, kSoftRevoked, kExtended, kExpired, kAborted,
-  kLateGrant, kRelayOfRelay, kThreeParts, kThreeLanes, kPrepared, kRestarted, kGivenBackSettle, kNumEvents,
+  kLateGrant, kRelayOfRelay, kThreeParts, kThreeLanes, kPrepared, kRestarted, kReturnedSettle,
+  kRailAside, kRailToBeTried, kNumEvents,
 };
 inline constexpr std::array kEventNames{
     "a read is staged", "a read is called back", "a read cannot be called back", "a read is refused",
@@ -36,7 +37,8 @@ inline constexpr std::array kEventNames{
     "a promise of order is broken", "two read one offer", "two read one soft offer", "a soft lease is revoked",
     "a lease is extended", "a lease expires", "a lease is aborted", "a lease is granted after its ticket",
     "a relay reads from a relay", "a pull has three parts", "a connection has three lanes", "a pull is prepared",
-    "another process has the address", "a queued settle is given back"};
+    "another process has the address", "a queued settle is returned", "a rail is set aside",
+    "a rail is to be tried"};
 // clang-format on
 static_assert(kKindNames.size() == static_cast<size_t>(Kind::kNumKinds));
 static_assert(kEventNames.size() == static_cast<size_t>(Event::kNumEvents));

@@ -291,7 +291,7 @@ CHANGES: list[Change] = [
         "now >= deadline_ns_ + kAnswerNs) stop",
         "now >= deadline_ns_) stop",
     ),
-    cut("stopped", "who waits does not look at the deadline", "    tick(now_ns());\n"),
+    cut("stopped", "who waits does not check the deadline", "    tick(now_ns());\n"),
     cut(
         "stopped",
         "who waits sleeps beyond the deadline",
@@ -408,7 +408,7 @@ CHANGES: list[Change] = [
     ),
     cut(
         "settled",
-        "a relay's unused sources are not given back",
+        "a relay's unused sources are not released",
         "    ask({PullAction::Kind::kUnused, attempt_ + 1});\n",
     ),
     cut(
@@ -451,7 +451,7 @@ CHANGES: list[Change] = [
     ),
     cut(
         "failed",
-        "a relay that failed gives sources back",
+        "a relay that failed releases sources",
         "if (ended != PullState::kFailed && attempt_ + 1 < relaying_.num_sources)",
         "if (attempt_ + 1 < relaying_.num_sources)",
     ),
@@ -529,7 +529,7 @@ PLANTED: list[Change] = [
     ),
     cut(
         "lane",
-        "a queued settle that dies with its lane is not given back",
+        "a queued settle that dies with its lane is not returned",
         "    lost_.insert(lost_.end(), words.begin(), words.end());\n",
         "",
         LANE,

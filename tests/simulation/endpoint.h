@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device/device_copier.h"
@@ -29,6 +30,7 @@ struct EndpointPlan {
   Manner manner = Manner::kStream;
   bool ordered = true;
   Window window;
+  std::string path = {};
   int64_t delay_ns = 20'000;  // of an answer, about
   // Times of faults; INT64_MAX: never.
   int64_t breaks_at_ns = INT64_MAX;   // poll() says so, and the descriptor

@@ -190,7 +190,7 @@ void Scheduler::yield() {
 int64_t Scheduler::look() {
   if (!running_) return now_ns_;
   now_ns_ += random_.between(1, look_ns_);
-  if (now_ns_ > kLimitNs) fail(running_->name + " looks at the clock for ever");
+  if (now_ns_ > kLimitNs) fail(running_->name + " reads the clock for ever");
   point();
   return now_ns_;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs threads as fibers of one real thread. Which one runs, and for how long, is decided by a seed. Time is
-// a number: it grows a little with every look at the clock, and jumps when every fiber waits.
+// a number: it grows a little with every read of the clock, and jumps when every fiber waits.
 #pragma once
 
 #include <ucontext.h>
@@ -69,7 +69,7 @@ class Scheduler {
     if (running_ && running_->of_engine && running_->in_engine) ++work_.steps;
     if (running_ && undisturbed_ == 0 && --points_left_ <= 0) yield();
   }
-  /// As a look at the clock.
+  /// As a read of the clock.
   int64_t look();
   void yield();
   /// False: nobody called unblock(), the time came.
@@ -126,7 +126,7 @@ class Scheduler {
   static Scheduler* current_;
   Random random_;
   int64_t now_ns_;
-  int64_t look_ns_;  // what a look at the clock costs at most
+  int64_t look_ns_;  // what a read of the clock costs at most
   int64_t slice_;    // points that a fiber may pass before another one runs, about
   int64_t points_left_ = 0;
   int undisturbed_ = 0;

@@ -104,6 +104,14 @@ def test_the_meter_says_nothing_that_it_does_not_know() -> None:
     assert 8_000 < found.tokens_per_s < 12_000
 
 
+@pytest.mark.parametrize(("tokens", "seconds"), [(0, 0.1), (100, 0.0), (0, 0.0)])
+def test_prefills_without_tokens_or_time_say_nothing(tokens: int, seconds: float) -> None:
+    meter = PrefillMeter()
+    for _ in range(5):
+        meter.note(tokens, seconds)
+    assert meter.rate() is None
+
+
 def test_impossible_rates_and_margins_are_refused() -> None:
     for rate, start_s in ((0.0, 0.0), (math.inf, 0.0), (math.nan, 0.0), (1.0, -1.0)):
         with pytest.raises(ConfigError, match="a prefill rate needs"):

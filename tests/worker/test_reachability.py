@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+from control.cards import make_card
 from waiting import closed_port
 
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.config.addresses import is_loopback, is_wildcard, joined, plain_host, split_address
+from kvlink.control import Security
 from kvlink.doctor import Verdict, network
 from kvlink.errors import ConfigError, KVLinkError, PeerUnreachable
 from kvlink.layout import Geometry, dense
+from kvlink.types import WorkerCard
+from kvlink.worker.directory import ControlDirectory
 from kvlink.worker.reachability import advertised_host, loopback_hint, loopback_problem
 
 MAPPED = "::ffff:127.0.0.1"
@@ -151,3 +156,28 @@ def test_readers_are_told_of_the_owners_host_where_its_address_is_loopback() -> 
             reader.pull(replace(ticket, agent=reader.card.agent), into=[2]).wait()
     assert loopback_hint("10.0.0.1:7400") == ""
     assert "KVLINK_HOST" in loopback_hint("[::1]:7400")
+
+
+class Coordinator:
+    """Knows every worker, and counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def worker(self, worker_id: str, epoch: int) -> WorkerCard:
+        self.asked.append(worker_id)
+        return make_card(worker_id, epoch)
+
+
+async def test_so_many_cards_of_owners_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlink.worker.directory._MAX_CARDS", 2)
+    coordinator = Coordinator()
+    directory = ControlDirectory(cast(Any, coordinator), Security())
+    for name in ("a", "b", "c", "b", "c", "a"):
+        assert (await directory.card(name, 1, "", fresh=False)).worker_id == name
+    assert coordinator.asked == ["a", "b", "c", "a"]
+    await directory.card("a", 1, "", fresh=True)
+    assert coordinator.asked[4:] == ["a"]
+    with pytest.raises(ConfigError, match="names no agent of a; pass coordinator="):
+        await ControlDirectory(None, Security()).card("a", 1, "", fresh=False)
+    await directory.close()

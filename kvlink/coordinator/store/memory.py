@@ -87,11 +87,11 @@ class MemoryStore:
     def offer(self, offer: Offer) -> asyncio.Future[None]:  # noqa: D102
         try:
             self._check_own(offer.worker_id, offer.epoch)
-            self._num_offered += 1
             now = self._clock()
             answers = self._offers.offer(offer, now)
         except RefusedError as refused:
             return _failed(refused)
+        self._num_offered += 1
         if answers:
             self._answer(answers)
         self._alarm.set(now + offer.ttl_s)

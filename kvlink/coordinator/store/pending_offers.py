@@ -27,7 +27,7 @@ class _Request:
 
     ranks: dict[int, Offer] = field(default_factory=dict)
     num_ranks: int = 1
-    num_seats: int = 0
+    num_seats: int = 1
     """The largest number of seats of any of its tickets."""
     served: set[int] = field(default_factory=set)
     claim_ids: set[bytes] = field(default_factory=set)

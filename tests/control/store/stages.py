@@ -7,9 +7,10 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
+from control.fake_etcd import FakeEtcd
 
 from kvlink.control.limits import Limits
 from kvlink.control.refusal import Reason, RefusedError
@@ -49,10 +50,11 @@ class EtcdStage:
     """All by a clock of its own. Leases of workers, long ones for etcd, are ended when they are due by it."""
 
     url: str
+    trust: Any = None
     now: float = 1_000.0
 
     def __post_init__(self) -> None:
-        self.store = EtcdStore(self.url, 600.0, LIMITS, lambda: self.now)
+        self.store = EtcdStore(self.url, 600.0, LIMITS, lambda: self.now, trust=self.trust)
         self._due: dict[int, float] = {}
         etcd = self.store._etcd
         grant, keep_alive = etcd.grant, etcd.keep_alive
@@ -89,7 +91,16 @@ def etcd_stage(request: pytest.FixtureRequest) -> Stage:
     return EtcdStage(f"etcd://{etcd.addresses}/fleet-{next(_fleets)}")
 
 
-STAGES: dict[str, Callable[[pytest.FixtureRequest], Stage]] = {"memory": memory_stage, "etcd": etcd_stage}
+def fake_stage(_: pytest.FixtureRequest) -> Stage:
+    """In the gate, which has no real etcd."""
+    return EtcdStage("etcd://127.0.0.1:1/fleet", FakeEtcd())
+
+
+STAGES: dict[str, Callable[[pytest.FixtureRequest], Stage]] = {
+    "memory": memory_stage,
+    "etcd": etcd_stage,
+    "fake": fake_stage,
+}
 
 
 async def refused(call: Awaitable[object]) -> RefusedError:

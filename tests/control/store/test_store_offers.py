@@ -245,6 +245,16 @@ async def test_a_store_that_forgot_takes_a_rejoin_at_its_old_epoch(store: Store)
     assert await store.join(make_card(epoch=41), rejoin=True) == 41
 
 
+async def test_a_worker_that_joins_again_takes_the_orders_that_waited(joined: Stage) -> None:
+    order = SettleOrder("prefill", 1, 7, 70)
+    with closing(await joined.store.orders("prefill", 1)):
+        pass
+    await joined.store.settle(order)
+    await joined.store.join(make_card("prefill"), rejoin=True)
+    with closing(await joined.store.orders("prefill", 1)) as orders:
+        assert await asyncio.wait_for(anext(orders), 10.0) == order
+
+
 async def test_a_worker_that_stops_beating_is_gone(stage: Stage) -> None:
     await stage.store.join(make_card("beats"), rejoin=False)
     await stage.store.join(make_card("stops"), rejoin=False)
@@ -372,6 +382,9 @@ async def test_status_counts_what_happened(joined: Stage) -> None:
     await joined.pass_time(1.0)
     await joined.store.offer(make_offer("there", ttl_s=99.0))
     await joined.store.settle(SettleOrder("prefill", 1, 7, 70))
+    await refused(joined.store.join(make_card("prefill", process=2), rejoin=True))
+    await refused(joined.store.offer(make_offer("there", rank=1, of=2)))
+    await refused(joined.store.settle(SettleOrder("nobody", 1, 7, 70)))
     status = await joined.store.status()
     assert (status.workers, status.tickets, status.offered, status.claimed, status.expired) == (1, 1, 3, 1, 1)
     assert (status.joined, status.settle_orders, status.lost_workers) == (1, 1, 0)

@@ -320,7 +320,7 @@ struct EngineFenceTest : EngineTest {};
 TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   Pair pair(GetParam());
   const LeaseSeat seat = pair.grant();
-  // The reader looks at the blocks but never settles: it announces itself and stays connected.
+  // The reader checks the blocks but never settles: it announces itself and stays connected.
   PullRequest request;
   request.planner = pair.planner;
   const std::vector<uint32_t> from{3}, into{4};

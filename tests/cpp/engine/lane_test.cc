@@ -109,7 +109,7 @@ TEST_F(LaneTest, PartsThatAreLargerThanAChunkAreWeighedToo) {
   EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
 }
 
-TEST_F(LaneTest, ALaneThatStandsStillHoldsBackItsWindowAlone) {
+TEST_F(LaneTest, AStoppedLaneHoldsBackItsWindowAlone) {
   start({window(16 << 10), window(48 << 10)});
   lanes[0]->drive();
   for (int round = 0; round < 10'000; ++round) lanes[1]->drive();
