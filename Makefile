@@ -10,7 +10,7 @@ VENV := .venv
 JOBS ?= $(shell nproc)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
-CPP_FILES = $(shell find csrc tests/cpp tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc')
+CPP_FILES = $(shell find csrc tests/cpp tests/capi tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc' -o -name '*.c')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 STRICT := KVLINK_WERROR=ON
@@ -107,11 +107,11 @@ format: $(VENV)/.checked ## rewrite sources the way lint wants them
 	ruff format .
 	clang-format -i $(CPP_FILES)
 
-# $(call cpp-build,build folder,options of CMake) and $(call cpp-tests,build folder,command before). TSan cannot map its
+# $(call cpp-build,build folder,options of CMake,options of the build) and $(call cpp-tests,build folder,command before). TSan cannot map its
 # shadow when addresses are too random.
 define cpp-build
 	cmake -S . -B build/$(1) -G Ninja -D$(STRICT) -DKVLINK_PYTHON=OFF -DKVLINK_TESTS=ON $(2) >/dev/null
-	cmake --build build/$(1) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
+	cmake --build build/$(1) $(3) >build/$(1)/log || { cat build/$(1)/log; exit 1; }
 endef
 define cpp-tests
 	timeout 900 $(2) build/$(1)/kvlink_tests --gtest_brief=1
@@ -122,9 +122,15 @@ define cpp-tests-at-once
 endef
 FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
+# The tests link what `make build` has compiled.
+WITH_CORE = -D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1)
+
+.PHONY: build-cpp
+build-cpp: build
+	$(call cpp-build,cpp,$(WITH_CORE))
+
 .PHONY: test-cpp
-test-cpp: build ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
-	$(call cpp-build,cpp,-D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1))
+test-cpp: build-cpp ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
 	$(call cpp-tests,cpp,)
 	build/cpp/kvlink_simulation
 	build/cpp/kvlink_memory_model
@@ -144,6 +150,13 @@ test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under 
 .PHONY: test-transports
 test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
 	pytest -m "verify" tests/transports
+
+.PHONY: test-capi
+test-capi: build-cpp $(VENV)/.checked ## programs in C, alone, with each other and with Python; again under sanitizers; ten million malformed inputs
+	pytest tests/capi
+	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON)
+	KVLINK_CAPI_BUILD=asan pytest tests/capi/test_pairings.py tests/capi/test_misuse.py
+	build/cpp/kvlink_fuzz 10000000 $${KVLINK_TEST_SEED:-1}
 
 .PHONY: test-hostile
 test-hostile: build $(VENV)/.checked ## workers that publish false cards to an honest reader of a third process
@@ -166,9 +179,13 @@ test-pages: build $(VENV)/.checked ## the status page and the report in Chromium
 	pytest -m verify tests/pages
 
 .PHONY: release-wheel
-release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, tried in a fresh environment
+release-wheel: venv ## dist/release/: a stripped wheel for glibc 2.28 and later, and the sdist; tried in a fresh environment
 	.ci/release-wheel $(PYTHON)
 	.ci/test-wheel $(PYTHON) "$$(ls -t dist/release/*.whl | head -n 1)"
+
+.PHONY: same-bytes
+same-bytes: release-wheel ## the same wheel and sdist from another folder, at another time, have the same hash; a whole build
+	.ci/same-bytes $(PYTHON)
 
 # ARCH=aarch64: for that processor.
 .PHONY: release-wheels
@@ -177,6 +194,7 @@ release-wheels: venv ## dist/release/: a wheel for each Python that the metadata
 
 .PHONY: test-aarch64
 test-aarch64: build ## a wheel for aarch64, cross-compiled, and imported and used under qemu-user (root)
+	.ci/system-packages $(PYTHON) aarch64
 	ARCH=aarch64 .ci/release-wheel $(PYTHON)
 	.ci/test-aarch64 "$$(ls -t dist/release/*aarch64.whl | head -n 1)"
 
@@ -194,9 +212,10 @@ test-image: build $(VENV)/.checked ## the Containerfile's steps in a fresh Debia
 test-pythons: build $(VENV)/.checked ## every module imported by the oldest and the newest Python that runs here
 	.ci/pythons python
 
+# EXTRAS="metrics otel": only these.
 .PHONY: test-extras
 test-extras: build ## each extra installed by itself, without constraints, and imported; torch may have 5 GB
-	.ci/extras $(PYTHON)
+	.ci/extras $(PYTHON) $(EXTRAS)
 
 .PHONY: test-slow
 test-slow: build $(VENV)/.checked ## Python tests that take minutes; none is fine
@@ -208,12 +227,17 @@ SECONDS ?= 600
 soak: build ## owners and readers that are killed and stopped, every byte compared; ten minutes, not in CI
 	PYTHONPATH=tests python -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-# SEEDS="7 100-200": these. SEEDS=random:1000: so many, which KVLINK_TEST_SEED decides where it is set.
+# SEEDS="7 100-200": these of the control plane. SEEDS=random:1000: so many, which KVLINK_TEST_SEED decides where it is
+# set. ENGINE_SEEDS=1000000: so many of the engine, behind those of the gate.
 SEEDS ?= random:100
+ENGINE_SEEDS ?= 100000
 .PHONY: simulate
 simulate: export PYTHONHASHSEED := 0
-simulate: build ## the control plane in virtual time, under faults that seeds decide; a failing seed says how to replay it
+simulate: build ## control plane and engine in virtual time, under faults that seeds decide; the lease table on weak memory
 	PYTHONPATH=tests python -m control_simulation $(SEEDS)
+	$(call cpp-build,cpp,$(WITH_CORE),--target kvlink_simulation kvlink_memory_model)
+	KVLINK_SIMULATION_FIRST=10001 KVLINK_SIMULATION_SEEDS=$(ENGINE_SEEDS) build/cpp/kvlink_simulation
+	KVLINK_MODEL_LARGE=1 KVLINK_MODEL_ONLY=large build/cpp/kvlink_memory_model
 
 # MODULE="lease stores": a sample of 100 of each, or "all", which takes a night; else 15 a module in lines that the branch
 # changes. MUTATE="--seed 7 --sample 300 --each-kind": what `python -m mutation --help` lists.
@@ -269,7 +293,7 @@ bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside it
 	kvlink bench peers --seconds 0.5 --blocks 1 --block-bytes 16384 --json >>build/bench/results.jsonl
 	kvlink bench plan --json >>build/bench/results.jsonl
 	kvlink bench pull --json >>build/bench/results.jsonl
-	kvlink bench migrate --json >>build/bench/results.jsonl
+	kvlink bench migrate --tokens 256,4096 --beside cpu --json >>build/bench/results.jsonl
 	-kvlink simulate --validate shm --json >>build/bench/results.jsonl
 	kvlink simulate --requests 4000 --popular 0.02 --json >>build/bench/results.jsonl
 	kvlink predict --calibrate build/bench/results.jsonl

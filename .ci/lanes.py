@@ -45,6 +45,7 @@ class Lane(NamedTuple):
 
 LANES = {
     "transports": Lane("make test-transports", 2),
+    "capi": Lane("make test-capi", 2),
     "hostile": Lane("make test-hostile", 2),
     "processes": Lane("make test-processes", 2),
     "simulate": Lane("make simulate", 2),
@@ -64,7 +65,7 @@ LANES = {
     "slow": Lane("make test-slow", 3),
     "soak": Lane("make soak", 3),
     "newcomer": Lane("make test-newcomer", 3),
-    "release": Lane("make release-wheel", 3),
+    "release": Lane("make same-bytes", 3),
     "aarch64": Lane("make test-aarch64", 3),
 }
 
@@ -76,10 +77,18 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
         r"csrc/transports/(cma|shm|same_host|tcp)",
         ("transports", "hostile", "sanitizers", "instructions", "soak"),
     ),
+    (r"csrc/(capi|codec)/", ("capi",)),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
-    (r"CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak", "image", "release")),
-    (r"csrc/", ("transports", "sanitizers", "instructions", "soak")),
+    (
+        r"CMakeLists\.txt",
+        ("capi", "transports", "sanitizers", "instructions", "soak", "image", "release"),
+    ),
+    (
+        r"csrc/(engine|lease|staging)/",
+        ("transports", "sanitizers", "instructions", "soak", "simulate", "capi"),
+    ),
+    (r"csrc/", ("transports", "sanitizers", "instructions", "soak", "capi")),
     (
         r"kvlink/control/(rpc|client|session)",
         ("transports", "processes", "simulate", "netns", "deploy", "docs"),
@@ -101,6 +110,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
+    (r"tests/capi/", ("capi",)),
     (r"tests/netns/", ("netns",)),
     (r"tests/deploy/test_image_steps|tests/newcomer/fresh_root", ("image", "newcomer")),
     (r"tests/deploy/", ("deploy", "slow")),
@@ -115,10 +125,11 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/pythons/|\.ci/pythons", ("pythons",)),
     (r"tests/mutation/", ("mutation",)),
     (r"tests/control_simulation/", ("processes", "simulate")),
+    (r"tests/(simulation|memory_model)/", ("simulate", "sanitizers")),
     (r"tests/(docs|smoke|unit|loops|transfer|worker|hardware|coordinator|cli|doctor)/|tests/[^/]*\.py$", ()),
     (r"tests/", ("processes",)),
     (r"\.ci/lanes\.", ()),
-    (r"\.ci/(release-wheel|test-wheel|test-aarch64)", ("release", "aarch64")),
+    (r"\.ci/(release-wheel|same-bytes|test-wheel|test-aarch64)", ("release", "aarch64")),
     (
         r"pyproject\.toml|constraints\.txt|Makefile|\.ci/",
         ("processes", "deploy", "pythons", "image", "extras", "newcomer", "release"),

@@ -176,6 +176,12 @@ def measure_migrate(
             help="Move this many requests at a time; several with commas. [1, with --rate or --speed 16]"
         ),
     ] = "",
+    beside: Annotated[
+        str,
+        typer.Option(
+            help="Then move the requests again beside a loop like decoding, on the reader: cpu or gpu."
+        ),
+    ] = "",
     cpus: Cpus = "",
     as_json: Json = False,
 ) -> None:
@@ -203,7 +209,7 @@ def measure_migrate(
     parts = [
         bench.rows(
             meant, loads[size, per_s][0], name, degrees, None, loads[size, per_s][1], order, block_tokens,
-            prefill_ms, number, layout, stages, prefills, slo_ms,
+            prefill_ms, number, layout, stages, prefills, slo_ms, beside,
         )
         for degrees, stages, name, number, size, per_s in product(
             tp.split(","), pp.split(","), names_of(transport), at_once, sizes, listed
@@ -213,6 +219,46 @@ def measure_migrate(
     found = record.show("migrate", parts)
     if saturated := list(saturation(dict(row) for row in found)):
         record.show("saturation", [saturated], title="saturation")
+    record.end()
+
+
+@app.command("suite")
+def measure_suite(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Read this workload: kv_sweep.json of InferenceX's suite kv-transfer, or YAML files of a model and "
+            "of a configuration of NIXL's kvbench."
+        ),
+    ],
+    transport: Transport = "all",
+    model: Annotated[
+        str, typer.Option(help="Use the KV geometry of this model in place of that of the files.")
+    ] = "",
+    pool_gib: Annotated[
+        float, typer.Option(min=0.001, max=1024, help="Omit bursts for which the pool of an end is larger.")
+    ] = 2.0,
+    cpus: Cpus = "",
+    as_json: Json = False,
+) -> None:
+    """Run a workload of a public suite from its own file: bursts of requests that are pulled at once.
+
+    The time of a burst is from the start of its first pull until the end of its last.
+    """
+    from .measurements import bursts
+    from .workloads.suites import suite_of
+
+    found = suite_of(files, model)
+    use_cpus(cpus)
+    parts = [
+        bursts.rows(found, point, name, int(pool_gib * 2**30))
+        for name in names_of(transport)
+        for point in found.points
+    ]
+    record = Record("bench suite", as_json)
+    record.show("burst", parts)
+    for left in found.left_out:
+        typer.echo(f"not measured: {left}", err=True)
     record.end()
 
 
@@ -276,7 +322,7 @@ def measure_scale(
 
 @app.command("growth")
 def measure_growth(as_json: Json = False) -> None:
-    """Measure how costs grow with blocks, peers, leases out and readers; an exponent of 1 is linear.
+    """Measure how costs grow with blocks, peers, leases, prefixes and readers; an exponent of 1 is linear.
 
     The exponent is the largest of any step of the tail. The exit status is 1 if one does not hold.
     """

@@ -143,7 +143,7 @@ def live_weights(tensors: Any) -> str:
 class Adapters:
     """Names LoRA adapters by their content. An adapter whose files change under a running id becomes unknown.
 
-    The files of an adapter are looked at once a second at most, because engines ask for each request.
+    The files of an adapter are checked once a second at most, because engines ask for each request.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

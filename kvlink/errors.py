@@ -11,6 +11,12 @@ class KVLinkError(Exception):
 
     retryable: bool = False
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        (public, *_) = (each for each in type(self).__mro__ if each.__module__ == __name__)
+        # Python 3.11 and later print these below the message of a traceback.
+        self.__notes__ = [f"Cause and fix: docs/reference/errors.md#{public.__name__.lower()}"]
+
 
 class ConfigError(KVLinkError):
     """An argument or option is wrong. Nothing was started."""

@@ -39,6 +39,23 @@ class TransportCard:
     """Whether transfers to and from the pool, which is on a GPU, are staged in the worker's host memory."""
 
 
+NEEDS_TLS = 1
+"""The flag of a native channel that forbids it: only TLS would do, and the channel has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeChannel:
+    """Says how readers without gRPC reach a worker. Who has it may connect."""
+
+    addresses: tuple[str, ...]
+    """host:port with numeric hosts, tried in this order."""
+    instance: bytes = field(repr=False)
+    """Random for each process, 16 bytes. An owner that restarts at the same address has another one."""
+    secret: bytes = field(repr=False)
+    """Random for each process, 32 bytes."""
+    flags: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
     """Describes a worker. The worker publishes it once when it joins, and readers cache it per (worker_id, epoch)."""
@@ -49,7 +66,7 @@ class WorkerCard:
     incarnation: bytes
     """16 random bytes of this process. A worker that joins again with the same bytes keeps its epoch."""
     agent: str
-    """The host:port of the worker's WorkerAgent."""
+    """The host:port of the worker's WorkerAgent. Empty for a worker that has only a native channel."""
     host: HostIdentity
     layouts: tuple[KVLayout, ...]
     """The layout of each cache group of the pool."""
@@ -60,6 +77,7 @@ class WorkerCard:
     protocol_version: int = PROTOCOL_VERSION
     draining: bool = False
     """Whether the worker ends soon and should get no new requests. It still serves its readers."""
+    channel: NativeChannel | None = None
 
 
 class ReadyUnit(Enum):

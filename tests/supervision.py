@@ -43,6 +43,7 @@ _NAMED_METHODS = {"keep_running", "on_loop"}
 # "file" or "file:function", and why it may.
 _ALLOWED = {
     "benchmarks/measurements": "an error ends a measurement, or it would print wrong numbers",
+    "benchmarks/peers/adapters": "an error ends a measurement, or it would print wrong numbers",
     "benchmarks/scale": "an error ends a measurement, or it would print wrong numbers",
     "benchmarks/workloads": "an error ends a measurement, or it would print wrong numbers",
     "integrations/transformers/demo.py:decode": "gives a request to the loop of transformers, and starts nothing",

@@ -4,7 +4,7 @@
 python tests/words.py              checks all Markdown, and what the lists below have
 python tests/words.py kvlink csrc  checks docstrings, help texts and comments of these folders too
 
-A word in code (fenced, or in backticks) is a name and is not looked at.
+A word in code (fenced, or in backticks) is a name and is not checked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ INSTEAD = {
     r"befalls?|befell": "happens to",
     r"hand-?overs?|hand-offs?": "handoff",
     r"as ever": "as before, or nothing",
+    r"g[ia]ve[sn]? (?:\w+ ){0,3}back|giving (?:\w+ ){0,3}back": "release, return, free",
+    r"hear[sd]?|hearing": "receive, learn of",
+    r"(?:stand|stands|stood|standing) still": "is stopped, is paused",
+    r"look(?:s|ed|ing)? at": "read, check, inspect",
 }
 _WORDS = [(re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), better) for pattern, better in INSTEAD.items()]
 _OPENING = re.compile(r"(Of|What|Who|Whom|Whose)\b")

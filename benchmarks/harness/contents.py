@@ -20,7 +20,7 @@ _CHUNK_BYTES = 4 << 20  # the unit of comparison, which fits a core's cache
 
 class Contents:
     """The contents of a pool with the layout of `dense` in Order.NHD or HND and Regions.ONE: plane by plane, block by
-    block.
+    block, from the offset of its first plane on.
 
     Word i of block b of plane p is base[i] ^ key[p, b], all of them random. The same heads and layers have the same
     words at every rank of a model.
@@ -53,8 +53,7 @@ class Contents:
     def poison(self, pool: BlockPool, ids: Ids) -> None:
         """Overwrites blocks with bytes that no pull brings."""
         for blocks in self._words(pool):
-            for block in ids:
-                blocks[block] = _POISON
+            blocks[ids] = _POISON
 
     def equal(self, pool: BlockPool, ids: Ids, owner_ids: Ids, num_tokens: int | None = None) -> bool:
         """Returns whether blocks `ids` of `pool` hold what `owner_ids` hold at the owner: every byte of every plane.
@@ -95,7 +94,8 @@ class Contents:
 
     def _words(self, pool: BlockPool) -> npt.NDArray[np.uint64]:
         words = self._shape[0] * self._shape[1] * self._shape[2]
-        return pool.numpy().view(_WORD)[:words].reshape(self._shape)
+        first = self._layout.planes[0].offset // _WORD.itemsize
+        return pool.numpy().view(_WORD)[first : first + words].reshape(self._shape)
 
 
 def filled(layout: KVLayout, gpu: int, seed: int) -> BlockPool:
@@ -115,7 +115,7 @@ def torch_with_gpu() -> Any:
     try:
         import torch
     except ImportError:
-        raise ConfigError("bench gpu compares on the GPU with torch; run pip install torch") from None
+        raise ConfigError("work on the GPU needs torch here; run pip install torch") from None
     if not torch.cuda.is_available():
         raise ConfigError(
             "torch sees no GPU here; run on a machine with a GPU, and install a CUDA build of torch"

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvlink import BlockPool, KVLayout, Worker
 from kvlink._bench import BaselineSource, baseline_memfd
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.layout import Context, Geometry, Order, Pipeline, dense, rank_of
+from kvlink.layout.groups import checked_groups, region_bytes
 
 from .contents import Contents, filled
 
@@ -57,11 +59,23 @@ def flat(block_bytes: int, num_blocks: int, planes: int = 1) -> Geometry:
     )  # fmt: skip
 
 
-def pool_of(layout: KVLayout, memory: str = OWN) -> BlockPool:
+def stacked(geometries: Sequence[Geometry], order: Order = Order.NHD) -> list[KVLayout]:
+    """Returns the layouts of cache groups, one after the other in one region; for one geometry that of `dense`."""
+    found, end = [], 0
+    for geometry in geometries:
+        layout = dense(geometry, order)
+        planes = tuple(replace(plane, offset=plane.offset + end) for plane in layout.planes)
+        found.append(replace(layout, planes=planes))
+        end = -(-found[-1].region_bytes[0] // mmap.PAGESIZE) * mmap.PAGESIZE
+    return found
+
+
+def pool_of(layout: KVLayout | Sequence[KVLayout], memory: str = OWN) -> BlockPool:
     """Returns a pool of that kind of memory."""
     if memory == OWN:
         return BlockPool.allocate(layout)
-    return BlockPool.from_tensors([_mapped(size, memory == HUGE) for size in layout.region_bytes], layout)
+    sizes = region_bytes(checked_groups(layout))
+    return BlockPool.from_tensors([_mapped(size, memory == HUGE) for size in sizes], layout)
 
 
 def _mapped(num_bytes: int, huge: bool) -> npt.NDArray[np.uint8]:
@@ -70,11 +84,12 @@ def _mapped(num_bytes: int, huge: bool) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
-def _filled(layout: KVLayout, seed: int, memory: str, gpu: int | None) -> BlockPool:
+def _filled(layouts: Sequence[KVLayout], seed: int, memory: str, gpu: int | None) -> BlockPool:
     if gpu is not None:
-        return filled(layout, gpu, seed)
-    pool = pool_of(layout, memory)
-    Contents(layout, seed).fill(pool)
+        return filled(layouts[0], gpu, seed)
+    pool = pool_of(layouts, memory)
+    for number, layout in enumerate(layouts):
+        Contents(layout, seed + number).fill(pool)
     return pool
 
 
@@ -89,7 +104,7 @@ class Owner:
 
     def __init__(
         self,
-        geometry: dict[str, Any],
+        geometries: Sequence[dict[str, Any]],
         seed: int,
         transport: str,
         coordinator: str,
@@ -98,9 +113,9 @@ class Owner:
         gpu: int | None = None,
         number: int = 0,
     ) -> None:
-        layout = dense(_geometry(**geometry), Order[order])
-        self._pool = _filled(layout, seed, memory, gpu)
-        name = f"bench-owner-{number}-{rank_of(layout)[0]}"
+        layouts = stacked([_geometry(**geometry) for geometry in geometries], Order[order])
+        self._pool = _filled(layouts, seed, memory, gpu)
+        name = f"bench-owner-{number}-{rank_of(layouts[0])[0]}"
         self._worker = Worker(self._pool, name, transports=transport, coordinator=coordinator)
         self._source: BaselineSource | None = None
         self._held: dict[str, tuple[Sequence[int], int, int]] = {}

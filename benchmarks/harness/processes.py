@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -94,7 +94,7 @@ class _OwnerProcess:
 
 @contextmanager
 def owner_process(
-    geometry: Geometry,
+    geometry: Geometry | Sequence[Geometry],
     seed: int,
     transport: str,
     coordinator: str = "",
@@ -107,11 +107,11 @@ def owner_process(
 ) -> Iterator[OwnerSide]:
     """Runs an Owner in a child process, or with `here` in this one. `transport` may name a fault wrapper.
 
-    `memory` is the kind of its pool's, `order` that of its axes, `gpu` its GPU.
-    `number` distinguishes it from others of the same rank.
+    Several geometries are cache groups of its pool. `memory` is the kind of its pool's, `order` that of its axes, `gpu`
+    its GPU. `number` distinguishes it from others of the same rank.
     """
     arguments = {
-        "geometry": asdict(geometry),
+        "geometries": [asdict(each) for each in ([geometry] if isinstance(geometry, Geometry) else geometry)],
         "seed": seed,
         "transport": transport.removeprefix("fault+"),
         "coordinator": coordinator,

@@ -35,6 +35,7 @@ MOST_SHARE = 1.05
 _NOISE = 0.02  # of all CPU time; a table reports other load from there on
 _MOST_ROWS = 100_000
 _MOST = 1e18
+_SEVERAL = ("histogram_us", "quantiles_us", "limits_us", "claim_parts_us")
 _FIGURES = ("_us", "_ms", "_s", "_per_gib", "of_limit", "error", "drift", "value", "exponent", "other_load")
 
 
@@ -61,6 +62,18 @@ KINDS = {
         "p50_us_95 of_ttft prefill_ranks_read left_out cpu_s_per_gib started_late",
     ),
     "cold": Kind("transport model tp pp tokens", "first_us", "transport tokens first_us second_us"),
+    "beside": Kind(
+        "compute transport model tp pp block_tokens layout order tokens prefills",
+        "p50_us",
+        "compute transport tokens p50_us ratio step_us step_ratio verified failed alone_us step_alone_us p99_us "
+        "p50_us_95 tp pp iters steps",
+    ),
+    "burst": Kind(
+        "suite workload transport tokens page_tokens requests",
+        "p50_us",
+        "transport tokens page_tokens requests p50_us of_limit verified failed gib_per_s p99_us workload "
+        "pieces limit p50_us_95 cpu_s_per_gib iters why_not",
+    ),
     "saturation": Kind("transport model tp pp tokens slots"),
     "peers": Kind(
         "path peer mode block_bytes blocks",
@@ -82,6 +95,7 @@ KINDS = {
     ),
     "scale": Kind("what workers phase of", "cpu_s"),
     "growth": Kind("of cost number", "value"),
+    "exponent": Kind("of cost", "", "of cost exponent holds to needs"),
     "simulation": Kind(
         "path model load popular lease_s workers",
         "",
@@ -157,7 +171,7 @@ def publish(kind: str, parts: Sequence[Iterable[Row]], as_json: bool, title: str
 
 def fails(row: Row) -> bool:
     """Returns whether a row says that bytes were wrong, a request failed, or a bound of the gate does not hold."""
-    judged = row.get("kind") in ("growth", "validation") and row.get("holds") is False
+    judged = row.get("kind") in ("growth", "exponent", "validation") and row.get("holds") is False
     return judged or row.get("verified", True) is False or bool(row.get("failed"))
 
 
@@ -174,7 +188,7 @@ def brief(row: Row) -> dict[str, Any]:
     """Returns the columns of a table: those of its kind, by importance. A quantile without support says so."""
     found = dict(row)
     if "p50_low_us" in row:
-        ends = [row["p50_low_us"], row["p50_high_us"]]
+        ends = [row["p50_low_us"], row.get("p50_high_us")]
         between = "–".join(
             "" if end is None else f"{end:,.3g}" if end < 100 else f"{end:,.0f}" for end in ends
         )
@@ -264,7 +278,7 @@ def checked(row: Row) -> Row:
     """Returns a row whose figures are numbers or None. Raises ConfigError for others."""
     found = dict(row)
     for name, value in row.items():
-        if name.endswith(_FIGURES) and value is not None and not isinstance(value, (list, dict)):
+        if name.endswith(_FIGURES) and value is not None and name not in _SEVERAL:
             number_or_less = (
                 isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
             )

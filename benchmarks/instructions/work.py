@@ -126,7 +126,7 @@ def worker_pull(core: Any, rounds: int) -> None:
     layout = dense(
         Geometry(num_layers=1, total_heads=1, row_bytes=_LINE_BYTES, num_blocks=_POOL_BLOCKS, block_tokens=1)
     )
-    # Unsigned tickets: those who check signatures look at the file of their keys once a second.
+    # Unsigned tickets: a reader that checks signatures checks the file of keys once a second.
     config = WorkerConfig(
         transports="loopback", inline_us=100_000, lease_slots=4 * rounds, ticket_keys="none"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much slower a loop like decoding is while blocks are pulled on the same GPU.
 
-A token of the loop is one pass through layers of small matrix products, as with a batch of 32 requests, and the wait
-for its end. The time between tokens is measured without pulls, and then beside pulls that follow each other.
+A token of the loop is one step of decode_loop. The time between tokens is measured without pulls, and then beside pulls
+that follow each other.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.contents import torch_with_gpu
 from ..harness.statistics import quantiles_us
+from .decode_loop import Step, gpu_step, times_us
 from .gpu import Shape, opened
 
 SHAPE = Shape(32 << 10, 64, 256)
 """The pulls beside the loop: 4,096 tokens of Llama 3.1 8B."""
 
 _TOKENS, _TOKENS_AN_ITERATION = 500, 10
-_LAYERS, _WIDTH, _REQUESTS = 32, 4096, 32
-
-Step = Callable[[], object]
 
 
 def decode_rows(
@@ -36,7 +33,7 @@ def decode_rows(
 
     Raises ConfigError without torch and CUDA, TransportUnavailable, BenchError and TransferError.
     """
-    step = _token_step(gpus[1])
+    step = gpu_step(gpus[1])
     with opened(gpus, transport, shape) as bench:
         tokens = min(_TOKENS, (iters or _TOKENS) * _TOKENS_AN_ITERATION)
         yield from compared(step, bench.pull_once, tokens)
@@ -58,17 +55,6 @@ def compared(
             **quantiles_us(times),
             "p50_ratio": ratio,
         }
-
-
-def times_us(step: Step, tokens: int, clock_ns: Callable[[], int]) -> list[float]:
-    """Returns the time of each token, from the end of the one before it."""
-    times, last = [], clock_ns()
-    for _ in range(tokens):
-        step()
-        now = clock_ns()
-        times.append((now - last) / 1000)
-        last = now
-    return times
 
 
 def times_beside(step: Step, pull: Step, tokens: int, clock_ns: Callable[[], int]) -> tuple[list[float], int]:
@@ -101,20 +87,3 @@ def times_beside(step: Step, pull: Step, tokens: int, clock_ns: Callable[[], int
     if ended[-1] is not None:
         raise ended[-1]
     return times, len(ended)
-
-
-def _token_step(gpu: int) -> Step:
-    torch = torch_with_gpu()
-    device = f"cuda:{gpu}"
-    weights = [
-        torch.randn(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16) / _WIDTH**0.5 for _ in range(_LAYERS)
-    ]
-    start = torch.randn(_REQUESTS, _WIDTH, device=device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        state = start
-        for weight in weights:
-            state = state @ weight
-        torch.cuda.current_stream(gpu).synchronize()
-
-    return step

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how costs grow with blocks, peers, leases out and readers, all over shm in this process.
+"""Measures how costs grow with blocks, peers, leases out, readers and prefixes, all over shm in this process.
 
 Each cost is the least of some repeats, since load of the machine only adds to it.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+import kvlink
 from kvlink import BlockPool, Ticket, Worker, _bench
 from kvlink.config import WorkerConfig
 from kvlink.layout import KVLayout, dense
 
 from ..harness.block_draws import pieces_of
 from ..harness.owner import flat
+from ..harness.processes import BenchError, coordinator_process
 from ..harness.statistics import steps_of
 
+T = TypeVar("T")
 Row = dict[str, Any]
 Costs = Mapping[str, float]
 
@@ -36,6 +42,8 @@ _PAUSE_S = 0.02
 _SWEEPS = 200
 _IDLE_S = 0.5
 _LEASE_S = 3600.0
+_VAIN = 1000
+_PREFIX_BLOCKS = 8
 
 
 class Growth(NamedTuple):
@@ -66,7 +74,7 @@ def _rows(growth: Growth) -> Iterator[Row]:
         verdict = judged(curve, bare)
         if cost == growth.beside:  # what the machine does
             verdict = {name: verdict[name] for name in ("exponent", "to")}
-        yield {"of": growth.of, "cost": cost, **verdict}
+        yield {"kind": "exponent", "of": growth.of, "cost": cost, **verdict}
 
 
 def judged(curve: Mapping[int, float], bare: Mapping[int, float]) -> Row:
@@ -97,18 +105,28 @@ def of_blocks(blocks: int) -> Costs:
 
 
 def of_peers(peers: int) -> Costs:
-    """Measures one pull of a block from any of so many connected peers, each after a pull from every other."""
+    """Measures one pull of a block from any of so many connected peers, each after a pull from every other.
+
+    The CPU of connecting and the memory that it takes are those of both ends of all connections, by a first pull over
+    each.
+    """
     with ExitStack() as stack:
         layout = _layout(2)
         owners = [_worker(stack, layout, f"owner-{number}") for number in range(peers)]
         reader = _worker(stack, layout, "reader")
+        memory, spent = _resident_bytes(), time.process_time()
         for owner in owners:
             _pulls(owner, reader, [0], [1], 1)
+        spent = time.process_time() - spent
+        memory = max(mmap.PAGESIZE, _resident_bytes() - memory)
         repeats = range(max(1, _REPEATS // peers))
         return {
             "pull_us": float(
                 np.median([_pulls(owner, reader, [0], [1], 1) for _ in repeats for owner in owners])
-            )
+            ),
+            "connect_all_cpu_ms": 1e3 * spent,
+            "connected_mib": memory / 2**20,
+            "idle_percent_of_a_core": _idle_percent(),
         }
 
 
@@ -125,9 +143,7 @@ def of_leases(leases: int) -> Costs:
             owner.offer(f"held-{number}", [0], ttl_s=_LEASE_S)
             offer_us.append((time.perf_counter_ns() - start) / 1e3)
         pull_us = min(_pulls(owner, reader, [0], [1]))
-        spent, began = time.process_time(), time.perf_counter()
-        time.sleep(_IDLE_S)
-        idle = (time.process_time() - spent) / (time.perf_counter() - began)
+        idle_percent = _idle_percent()
     shape = (leases + _SPARE_SLOTS, leases)
     return {
         "pull_us": pull_us,
@@ -136,8 +152,69 @@ def of_leases(leases: int) -> Costs:
         "sweep_us": _bench.sweep_ns(*shape, _SWEEPS) / 1e3,
         "revoke_us": _bench.revoke_ns(*shape, _SWEEPS) / 1e3,
         "vain_revoke_us_per_1000_blocks": _bench.vain_revoke_ns(*shape, _SWEEPS) / 1e3,
-        "idle_percent_of_a_core": 100 * idle,
+        "idle_percent_of_a_core": idle_percent,
     }
+
+
+def of_soft_leases(leases: int) -> Costs:
+    """Measures a soft offer, a pull by one, and revokes, of an owner with so many other soft offers out."""
+    config = WorkerConfig(lease_slots=leases + 2 * _SPARE_SLOTS)
+    with ExitStack() as stack:
+        layout = _layout(leases + _REPEATS + _VAIN)
+        owner = _worker(stack, layout, "owner", config)
+        reader = _worker(stack, layout, "reader")
+        for number in range(leases):
+            owner.offer_soft(f"soft-{number}", [number])
+        tickets, offer_us = _timed(
+            lambda number: owner.offer_soft(f"one-{number}", [leases + number]), _REPEATS
+        )
+        reader.pull(tickets[0], into=[0]).wait()
+        _, pull_us = _timed(lambda number: reader.pull(tickets[number], into=[0]).wait(), _REPEATS)
+        ended, revoke_us = _timed(lambda number: owner.revoke([leases + number]), _REPEATS)
+        unknown = np.arange(leases + _REPEATS, leases + _REPEATS + _VAIN, dtype=np.uint32)
+        vain, vain_us = _timed(lambda _: owner.revoke(unknown), _REPEATS)
+        if sum(ended) != _REPEATS or any(vain):
+            raise BenchError(
+                f"{sum(ended)} of {_REPEATS} revokes, and {sum(vain)} in vain, ended a soft offer"
+            )
+    return {
+        "offer_us": float(np.median(offer_us)),
+        "pull_us": min(pull_us),
+        "revoke_us": min(revoke_us),
+        "vain_revoke_us_per_1000_blocks": min(vain_us),
+    }
+
+
+def of_prefixes(prefixes: int) -> Costs:
+    """Measures a search in a coordinator's directory that has so many prefixes, and the CPU of publishing them all.
+
+    They begin alike and differ in the last of their blocks. The last one published is the one searched for.
+    """
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(coordinator_process())
+        layout = replace(_layout(_PREFIX_BLOCKS), model="growth")
+        config = WorkerConfig(lease_slots=prefixes + _SPARE_SLOTS, coordinator=coordinator)
+        owner, reader = (_worker(stack, layout, name, config) for name in ("owner", "reader"))
+        start = time.process_time()
+        for number in range(prefixes):
+            digests = kvlink.digest_prefixes([*range(1, _PREFIX_BLOCKS), 10 + number], 1)
+            owner.publish_prefix(
+                owner.offer_soft(f"prefix-{number}", [*range(_PREFIX_BLOCKS)], digests=digests)
+            )
+
+        def search(_: int) -> bool:
+            found = reader.find_prefix(digests, tokens_per_digest=1).result()
+            return any(each.num_tokens == _PREFIX_BLOCKS for each in found)
+
+        while not search(0):
+            time.sleep(_PAUSE_S)
+        publish_cpu_ms = 1e3 * (time.process_time() - start)
+        found, find_us = _timed(search, _REPEATS)
+        if not all(found):
+            raise BenchError(
+                f"{found.count(False)} of {_REPEATS} searches did not find a prefix of the directory"
+            )
+    return {"find_us": min(find_us), "publish_all_cpu_ms": publish_cpu_ms}
 
 
 def of_readers(readers: int) -> Costs:
@@ -161,10 +238,32 @@ def of_readers(readers: int) -> Costs:
         return {"pulls_us": sum(min(each) for each in zip(*rounds, strict=True))}
 
 
+def _timed(call: Callable[[int], T], times: int) -> tuple[list[T], list[float]]:
+    """Returns the results of calls with 0, 1, 2, … and how many µs each took."""
+    results, took_us = [], []
+    for number in range(times):
+        start = time.perf_counter_ns()
+        results.append(call(number))
+        took_us.append((time.perf_counter_ns() - start) / 1e3)
+    return results, took_us
+
+
+def _idle_percent() -> float:
+    spent, began = time.process_time(), time.perf_counter()
+    time.sleep(_IDLE_S)
+    return 100 * (time.process_time() - spent) / (time.perf_counter() - began)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 GROWTHS = (
     Growth("blocks of a pull", [4**power for power in range(9)], of_blocks, "copy_us"),
     Growth("peers", [1, 4, 16, 64, 256], of_peers),
     Growth("leases out", [1, 8, 64, 512, 4096, 32768], of_leases),
+    Growth("soft leases", [1, 8, 64, 512, 4096, 32768], of_soft_leases),
+    Growth("prefixes of the directory", [1, 16, 256, 4096], of_prefixes),
     Growth("readers of an owner", [1, 4, 16, 64], of_readers),
 )
 """The rows of `kvlink bench growth`, in order."""

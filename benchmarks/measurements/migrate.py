@@ -21,6 +21,9 @@ several prefills each has such ranks, and requests come from each in turn.
 
 Requests come one after the other, or as soon as one of several slots is free, or at given times (arrivals.py). In the
 last case whole counts from the intended arrival: late, the message to the prefill process, and all the rest.
+
+Beside a loop like decoding (decode_loop.py), which runs on a thread of the decode worker's process, requests come one
+after the other; its row has the times of handoffs and of the loop's steps, beside each other and alone, in turns.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ from ..harness.processes import coordinator_process, owner_process
 from ..workloads.arrivals import Arrivals
 from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
 from ..workloads.models import BLOCK_TOKENS
+from .decode_loop import step_on
 from .rank_handoffs import SEED, Bench, Row
 from .rank_shares import Baselines, Owner, baselines_between
 
-_POOL_REQUESTS = 4
+_POOL_REQUESTS, _BESIDE_REQUESTS = 4, 64
 _SLOTS = 16  # requests in flight at a time in an open loop by default
 _RUN_BYTES = 8 << 30
 _LEAST_ITERS, _MOST_ITERS = 16, 200
@@ -62,19 +66,23 @@ def rows(
     pp: str = "1:1",
     prefills: int = 1,
     slo_ms: float = math.inf,
+    beside: str = "",
 ) -> Iterator[Row]:
-    """Yields the row of the first handoffs, which connect, and then the measured row.
+    """Yields the row of the first handoffs, which connect, and then the measured row, and that of `beside`.
 
     `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` and
     `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` is
     parsed by Order. `prefill_ms` is the prefill time of a request before its move; 0 omits shares of
     TTFT. `slots` is the number of requests in flight, if they fit; None means one, or 16 with `arrivals`. `layout` is
-    one of LAYOUTS, at both ends. `slo_ms` is the longest whole that counts for the goodput. Raises ConfigError,
-    BenchError and TransferError.
+    one of LAYOUTS, at both ends. `slo_ms` is the longest whole that counts for the goodput. `beside` is parsed by
+    step_on; empty for no loop. Raises ConfigError, BenchError and TransferError.
     """
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is not known; write {' or '.join(LAYOUTS)}")
+    if beside and (arrivals or slots):
+        raise ConfigError("--beside moves requests one after the other; omit --rate, --speed and --slots")
+    step = step_on(beside) if beside else None
     cache = Cache(model, Degrees.parse(tp, pp), block_tokens, LAYOUTS[layout])
     kept = cache.fitting(given)
     lengths = [given[index] for index in kept]
@@ -82,7 +90,7 @@ def rows(
     largest = blocks.whole_runs(cache.blocks(max(lengths)))
     room = max(1, cache.most_blocks() // largest)
     slots = min(room, slots or (_SLOTS if arrivals else 1))
-    places = max(slots, min(room, len(lengths) if arrivals else _POOL_REQUESTS))
+    places = max(slots, min(room, len(lengths) if arrivals else _BESIDE_REQUESTS if step else _POOL_REQUESTS))
     with _opened(cache, largest * places, transport, prefills) as (
         owners,
         workers,
@@ -112,6 +120,14 @@ def rows(
         else:
             common |= {"slots": 1, **bench.run(iters, baselines), **bench.claim_parts(coordinator)}
         yield common | bench.row(prefill_ms * 1e3)
+        if step is not None:
+            yield {
+                "kind": "beside",
+                **common,
+                "compute": beside,
+                "tokens": lengths[0],
+                **bench.run_beside(step, largest),
+            }
 
 
 @contextmanager

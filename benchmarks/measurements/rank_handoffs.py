@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import count, cycle, islice
-from statistics import median
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..harness.results import verified
 from ..harness.statistics import histogram, quantiles_us
 from ..workloads.arrivals import LATE_US, Served, is_unstable, open_loop
 from ..workloads.block_budget import Cache
+from .decode_loop import Loop, Step, times_us
 from .rank_shares import Baselines, Owner, Request
 
 Row = dict[str, Any]
@@ -40,6 +41,7 @@ SEED = 20_250_102
 
 _CHECK_LIMITS_EVERY = 4  # of the bare calls, besides the first and the last
 _CLAIMS = 25
+_BESIDE_STEPS, _BESIDE_HANDOFFS, _MOST_BATCHES = 50, 48, 30
 _PUBLISHED_S = 0.01  # after an offer, when the coordinator has it
 _CLAIM_S = 10.0
 
@@ -174,6 +176,63 @@ class Bench:
         served = self._run_in_slots([0.0] * iters, lengths, largest, slots, closed=True)
         took_s = (max(each.took_us for each in served) - min(each.late_us for each in served)) / 1e6
         return {"slots": slots, "achieved_per_s": len(self._made) / took_s}
+
+    def run_beside(self, step: Step, largest: int) -> Row:
+        """Hands off batches of fresh requests, one request after the other, in turns alone and beside a loop.
+
+        Each request of a batch has `largest` blocks of its own, so all are compared when the loop has ended. Times are
+        those of handoffs and of steps, beside each other and alone.
+        """
+        alone_us: list[float] = []
+        beside_us: list[float] = []
+        steps_alone_us: list[float] = []
+        steps_us: list[float] = []
+        self._forget()
+        for _ in range(_MOST_BATCHES):
+            alone_us += self._batch(largest, nullcontext())
+            loop = Loop(step)
+            beside_us += self._batch(largest, loop)
+            steps_us += loop.times_us
+            steps_alone_us += times_us(step, max(1, len(loop.times_us)))
+            if len(steps_us) >= _BESIDE_STEPS and len(beside_us) >= _BESIDE_HANDOFFS:
+                break
+        if not steps_us or math.inf in (median_low(alone_us), median_low(beside_us)):
+            raise BenchError("no step of the loop, or too few handoffs, ended beside each other")
+        return {
+            **quantiles_us(beside_us),
+            "alone_us": median_low(alone_us),
+            "ratio": median_low(beside_us) / median_low(alone_us),
+            "step_us": median_low(steps_us),
+            "step_alone_us": median_low(steps_alone_us),
+            "step_ratio": median_low(steps_us) / median_low(steps_alone_us),
+            "histogram_us": histogram(beside_us),
+            "iters": len(beside_us),
+            "steps": len(steps_us),
+            "failed": self._failed,
+            **verified(self._wrong, self._compared, len(alone_us) + len(beside_us) - self._failed),
+        }
+
+    def _batch(self, largest: int, beside: AbstractContextManager[object]) -> list[float]:
+        """Makes the handoffs of a batch within a context, and then compares them. Returns how long each took."""
+        lengths = islice(cycle(self._lengths), self._num_blocks // largest)
+        requests = [
+            request._replace(ids=request.ids + np.uint32(place * largest))
+            for place, request in enumerate(self._request(tokens, largest) for tokens in lengths)
+        ]
+        self._poison(np.arange(self._num_blocks, dtype=np.uint32))
+        with beside:
+            took_us = [self._took_us(request) for request in requests]
+        for request, us in zip(requests, took_us, strict=True):
+            if math.isfinite(us):
+                self._verify(request)
+        return took_us
+
+    def _took_us(self, request: Request) -> float:
+        try:
+            return self._handoff(request).whole_us
+        except KVLinkError:
+            self._failed += 1
+            return math.inf
 
     def _run_in_slots(
         self, at_s: Sequence[float], lengths: Sequence[int], largest: int, slots: int, closed: bool = False

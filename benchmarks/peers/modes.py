@@ -36,6 +36,11 @@ class Mode:
         return bool(self.options.get("allocate"))
 
     @property
+    def launched(self) -> bool:
+        """Returns whether mpiexec of the peer's environment starts both ends."""
+        return self.peer == "openmpi"
+
+    @property
     def settings(self) -> str:
         """Returns the settings in one line."""
         given = [f"{name}={value}" for name, value in self.environment.items()]
@@ -54,6 +59,7 @@ _QUEUES = {
     "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
 }
 _POOLED = {**_QUEUES, "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+_ANY_USER = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 MODES = (
     Mode("nixl", "default", HOST, "its defaults: UCX takes process_vm_readv"),
@@ -74,11 +80,15 @@ MODES = (
     Mode("mooncake", "read", TCP, "its defaults", _QUEUES),
     Mode("mooncake", "write", TCP, "as its vLLM connector uses it", _QUEUES, {"push": True}),
     Mode("mooncake", "pooled", TCP, "connections kept, as deployments set it", _POOLED, {"push": True}),
+    Mode("openmpi", "get", HOST, "its defaults: UCX under its one-sided Get, an owner that polls", _ANY_USER),
+    Mode("gloo", "packed", TCP, "send and receive of torch.distributed, packed by the owner"),
 )
 
 NOT_RUN = {
     ("mooncake", "shared memory"): "its TENT engine has it, and the wheel ignores MC_USE_TENT",
     ("uccl", "default"): "the wheel does not start without an RDMA device",
     ("infinistore", "default"): "the wheel does not start without an RDMA device",
+    ("dlslime", "tcp"): "reads of 256 blocks take up to 3 s, and some end with status -1 (0.1.23)",
+    ("nvshmem", "default"): "it needs NVIDIA GPUs",
 }
 """Reasons why other peers, or other ways of these, have no mode."""

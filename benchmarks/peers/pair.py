@@ -7,10 +7,13 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from ..harness.block_draws import Order
@@ -21,7 +24,7 @@ from .modes import Mode
 _ANSWER_S = 120.0
 _EXIT_S = 10.0
 _HERE = Path(__file__).parent
-_SETTINGS = ("UCX_", "NIXL_", "MC_")
+_SETTINGS = ("UCX_", "NIXL_", "MC_", "OMPI_", "PMIX_", "PRTE_")
 
 
 class Pair:
@@ -32,7 +35,7 @@ class Pair:
     def __init__(
         self, mode: Mode, python: Path, block_bytes: int, num_blocks: int, seed: int, log: IO[str]
     ) -> None:
-        self._ends = [_End(mode, python, log) for _ in range(2)]
+        self._ends = _started(mode, python, log)
         self._draws: Sequence[Draw] = ()
         self._starts, self._answers = self._ends if mode.pushes else self._ends[::-1]
         self._reads = self._ends[1]
@@ -87,25 +90,52 @@ class Pair:
             end.signal(number)
 
 
+def _started(mode: Mode, python: Path, log: IO[str]) -> list[_End]:
+    """Starts the owner and the reader, each by itself or both by mpiexec. Raises BenchError."""
+    name, command = f"{mode.peer} {mode.name}", [str(python), "-m", "adapters", mode.peer]
+    start = partial(
+        subprocess.Popen[str],
+        cwd=_HERE, env={**_without_settings(), **mode.environment}, stderr=log, text=True,
+    )  # fmt: skip
+    if not mode.launched:
+        processes = [start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+        return [_End(name, each, each.stdin, each.stdout, each.pid) for each in processes]
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path := f"{folder}/ends")
+        listening.listen()
+        listening.settimeout(_ANSWER_S)
+        launcher = [str(python.parent / "mpiexec"), "--oversubscribe", "-n", "2"]
+        process = start([*launcher, *command, path], stdin=subprocess.DEVNULL, stdout=log)
+        found: dict[int, _End] = {}
+        try:
+            while len(found) < 2:
+                with listening.accept()[0] as connection:
+                    asking, answering = connection.makefile("w"), connection.makefile("r")
+                who = json.loads(answering.readline())
+                found[who["rank"]] = _End(name, process, asking, answering, who["pid"])
+        except (OSError, ValueError) as error:
+            process.kill()
+            raise BenchError(f"{name} did not start: {error}; its last messages are in the log") from error
+    return [found[rank] for rank in range(2)]
+
+
 class _End:
     """One process. Raises BenchError if it answers with an error, too late, or not at all."""
 
-    def __init__(self, mode: Mode, python: Path, log: IO[str]) -> None:
-        self._name = f"{mode.peer} {mode.name}"
-        self._process = subprocess.Popen(
-            [str(python), "-m", "adapters", mode.peer],
-            cwd=_HERE,
-            env={**_without_settings(), **mode.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        self.pid = self._process.pid
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[str],
+        asking: IO[str] | None,
+        answering: IO[str] | None,
+        pid: int,
+    ) -> None:
+        self._name, self._process, self._asking, self._answering = name, process, asking, answering
+        self.pid = pid
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Calls a method of adapters.__main__.End."""
-        asking, answering = self._process.stdin, self._process.stdout
+        asking, answering = self._asking, self._answering
         assert asking is not None
         assert answering is not None
         try:
@@ -125,20 +155,20 @@ class _End:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal. Does nothing for a process that has ended."""
         if self._process.poll() is None:
-            self._process.send_signal(number)
+            os.kill(self.pid, number)
 
     def close(self) -> None:
         """Ends the process by closing its input, then by force. Idempotent."""
         with suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            if self._asking is not None:
+                self._asking.close()
         try:
             self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        if self._answering is not None:
+            self._answering.close()
 
 
 def _without_settings() -> dict[str, str]:

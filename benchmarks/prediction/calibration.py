@@ -18,10 +18,10 @@ from kvlink.transfer.cost_model import PRIORS, Cost
 from ..harness.results import number, read_rows
 
 LEAST_SHAPES = 3
-CONTROL_US = 1200.0
-"""A handoff without its transfer, where no results file has one. Assumed; `kvlink bench migrate` measures it."""
+_CONTROL = ("offer", "claim", "validate", "settle")
 
 _ASSUMED = (0.5, 2.0)  # of costs that were not fitted here
+_ENDS = ("p50_low_us", "p50_high_us")
 
 
 class Sample(NamedTuple):
@@ -120,14 +120,35 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Sample]]:
     return found
 
 
-def control_us_of(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the time of a handoff without its transfer: offer, claim and settle, of rows of `kvlink bench migrate`.
+class Control(NamedTuple):
+    """The time of a handoff without its transfer, in µs, and the ends of its error."""
 
-    Requests of several slots wait for each other, so their rows do not count. Without any it is CONTROL_US.
+    us: float
+    low_us: float
+    high_us: float
+
+
+def control_of(rows: Iterable[Mapping[str, Any]]) -> Control | None:
+    """Returns the offer, claim, validation and settle of handoffs that `kvlink bench migrate` measured. None without.
+
+    Requests of several slots wait for each other, so their rows do not count. The ends hold the 95 % intervals of the
+    medians of all rows; a row with too few requests for an interval counts from half to twice its time. Raises
+    ConfigError.
     """
-    parts = ("offer_us", "claim_us", "validate_us", "settle_us")
     alone = [row for row in rows if row.get("kind") == "migrate" and row.get("slots") == 1]
-    return median(sum(number(row, part) for part in parts) for row in alone) if alone else CONTROL_US
+    found = [sum(number(row, f"{part}_us") for part in _CONTROL) for row in alone]
+    ends = [_ends(row, us) for row, us in zip(alone, found, strict=True)]
+    lows, highs = zip(*ends, strict=True) if ends else ((), ())
+    return Control(median(found), min(lows), max(highs)) if found else None
+
+
+def _ends(row: Mapping[str, Any], us: float) -> tuple[float, float]:
+    parts = row.get("parts")
+    known = [part for name in _CONTROL if isinstance(part := (parts or {}).get(name), dict)]
+    if len(known) < len(_CONTROL) or None in (part.get(end) for part in known for end in _ENDS):
+        return _ASSUMED[0] * us, _ASSUMED[1] * us
+    low, high = (sum(number(part, end) for part in known) for end in _ENDS)
+    return min(low, us), max(high, us)
 
 
 def fits_of(path: Path) -> dict[str, Fit]:

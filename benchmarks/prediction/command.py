@@ -16,7 +16,7 @@ from ..harness.options import Gbps, Json, ModelName, Nics
 from ..harness.results import Record, read_rows
 from ..workloads.block_budget import Degrees
 from ..workloads.models import BLOCK_TOKENS, model_of
-from .calibration import Fit, control_us_of, fits_of
+from .calibration import Control, Fit, control_of, fits_of
 from .paths import Machine, Request, request_of
 from .paths import Path as Way
 
@@ -63,13 +63,13 @@ def predict(
 ) -> None:
     """Predict the handoff of a request: time, bottleneck, and what GPUDirect saves.
 
-    ms has the control plane; ms_from and ms_to are the ends of its error.
+    ms_from and ms_to are the ends of its error. The control plane is part of it if --calibrate has measured handoffs.
     """
     record = Record("predict", as_json)
     fits = fits_of(calibrate) if calibrate else {}
     if fits:
         record.show("fit", [_fit_rows(fits)], title=f"fitted to {calibrate}")
-    control_ms = control_us_of(read_rows(calibrate) if calibrate else ()) / 1e3
+    control = control_of(read_rows(calibrate) if calibrate else ())
     degrees = Degrees.parse(tp, pp)
     ranks = max(
         degrees.prefill * degrees.prefill_stages, (degrees.decode or degrees.prefill) * degrees.decode_stages
@@ -81,11 +81,10 @@ def predict(
     rows = (
         {"model": meant.name, "tokens": count, **row}
         for count in tokens or [1024, 8192, 32_768]
-        for row in rows_of(
-            request_of(meant, count, degrees, block_tokens, run), ways, fits, ranks, control_ms
-        )
+        for row in rows_of(request_of(meant, count, degrees, block_tokens, run), ways, fits, ranks, control)
     )
-    record.show("prediction", [rows], title=f"predicted at TP {tp}, PP {pp}")
+    without = "" if control else ", without the control plane (see --calibrate)"
+    record.show("prediction", [rows], title=f"predicted at TP {tp}, PP {pp}{without}")
     record.end()
 
 
@@ -94,36 +93,41 @@ def rows_of(
     ways: list[Way],
     fits: Mapping[str, Fit],
     ranks: int,
-    control_ms: float,
+    control: Control | None,
 ) -> Iterator[Row]:
     """Yields one row per path; the first one is GPUDirect. Paths within a host take each rank's share separately."""
-    direct_ms = ways[0].predict(request).total_ms + control_ms
+    direct_ms = ways[0].predict(request).total_ms + (control.us / 1e3 if control else 0.0)
     for way in ways:
         found = way.predict(request)
-        yield _row(
-            request, found.path, found.total_ms, control_ms, found.bottleneck, Fit.assumed(), direct_ms
-        )
+        yield _row(request, found.path, found.total_ms, control, found.bottleneck, Fit.assumed(), direct_ms)
     for name in _HOST_PATHS:
         fit = fits.get(name) or Fit.assumed(PRIORS[name])
         ms = fit.cost.predict_us(request.pieces // ranks, request.num_bytes // ranks) / 1e3
-        yield _row(request, name, ms, control_ms, _largest(fit.cost, request, ranks), fit, direct_ms)
+        yield _row(request, name, ms, control, _largest(fit.cost, request, ranks), fit, direct_ms)
 
 
 def _row(
-    request: Request, path: str, ms: float, control_ms: float, bottleneck: str, fit: Fit, direct_ms: float
+    request: Request,
+    path: str,
+    ms: float,
+    control: Control | None,
+    bottleneck: str,
+    fit: Fit,
+    direct_ms: float,
 ) -> Row:
     gib = request.num_bytes / 2**30
     least, most = fit.factors
+    control_ms, low_ms, high_ms = (us / 1e3 for us in control or (0.0, 0.0, 0.0))
     whole = ms + control_ms
     return {
         "path": path,
         "ms": whole,
-        "ms_from": whole * least,
-        "ms_to": whole * most,
+        "ms_from": ms * least + low_ms,
+        "ms_to": ms * most + high_ms,
         "error_of": "other shapes" if fit.errors else "assumed",
         "gib": gib,
         "pieces": request.pieces,
-        "control_ms": control_ms,
+        "control_ms": control_ms if control else None,
         "gib_per_s": gib / (ms / 1e3),
         "bottleneck": "control plane" if control_ms > ms else bottleneck,
         "over_gpudirect": whole / direct_ms,

@@ -19,12 +19,20 @@ from ..peers.modes import HOST, TCP
 from .comparison import compare
 from .html import Bar, bars, document, folded, size_text, table, time_text
 
-_NAMES = {"nixl": "NIXL", "ucx": "UCX", "uccl": "UCCL", "mooncake": "Mooncake", "infinistore": "InfiniStore"}
+_NAMES = {
+    "nixl": "NIXL",
+    "ucx": "UCX",
+    "uccl": "UCCL",
+    "mooncake": "Mooncake",
+    "infinistore": "InfiniStore",
+    "openmpi": "Open MPI",
+}
 _WHERE = {HOST: "on one host", TCP: "over TCP"}
 _TIMES = 2.0  # from which on a ratio reads better than percents
 _NOISE = 0.02
 _TITLES = {
-    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation", "gpu": "GPU memory",
+    "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation",
+    "beside": "Handoffs beside decoding", "burst": "Bursts of public suites", "gpu": "GPU memory",
     "plan": "Planning", "control": "The coordinator", "scale": "Fleets of a coordinator",
     "simulation": "Simulated fleets", "validation": "The simulation beside real pulls", "prediction": "Predictions",
     "fit": "Fitted cost models",
@@ -72,8 +80,7 @@ def _hashable(row: Row) -> tuple[Any, ...]:
         hash(key := key_of(row))
     except TypeError as error:
         raise ConfigError(f"a row of the results has a list where it needs a value: {error}") from error
-    extra = (str(row.get("cost")), "exponent" in row) if row["kind"] == "growth" else ()
-    return (*key, *extra)
+    return key
 
 
 def write(results: Sequence[Results], title: str = "") -> str:
@@ -150,7 +157,10 @@ def _sections(found: Results) -> Iterator[tuple[str, str]]:
         "".join(_titled(said) + drawn for said, drawn in pulls(found.rows.get("pull", ()))),
     )
     yield "Where the time of a handoff goes", _handoffs(found.rows.get("migrate", ()))
-    yield "How costs grow", "".join(_growths(found.rows.get("growth", ())))
+    yield (
+        "How costs grow",
+        "".join(_growths([*found.rows.get("growth", ()), *found.rows.get("exponent", ())])),
+    )
     for kind, title in _TITLES.items():
         if kind != "migrate":
             yield title, table(title, map(_shown, found.rows.get(kind, ())))

@@ -14,7 +14,7 @@ from kvlink.transfer.cost_model import PRIORS, Cost
 
 from ..harness.options import Gbps, Json, ModelName, Nics, names_of
 from ..harness.results import Record, read_rows
-from ..prediction.calibration import control_us_of, fits_of
+from ..prediction.calibration import control_of, fits_of
 from ..prediction.paths import Machine
 from ..prediction.paths import Path as Way
 from ..workloads.models import Model, model_of
@@ -62,7 +62,11 @@ def simulate(
     nics: Nics = 8,
     gbps: Gbps = 400.0,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Fit --path tcp to these results of `kvlink bench pull --json`.")
+        Path | None,
+        typer.Option(
+            help="Fit --path tcp to these results of `kvlink bench pull --json`, and the control plane of any path to "
+            "those of `bench migrate --json`."
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed the random choice of the workers of each request.")
@@ -82,8 +86,9 @@ def simulate(
     """Simulate fleets: how long moves take, the data that is carried, and leases that end too soon.
 
     Half of the workers prefill. Times are those of requests that were moved, from the offer to the last byte, with the
-    control plane. Switches between the NICs are assumed to be unlimited. With --validate, the exit status is 1 if the
-    mean or the median is wrong by more than --tolerance, or the machine's rate drifted by more than a tenth.
+    control plane if --calibrate has measured handoffs. Switches between the NICs are assumed to be unlimited. With
+    --validate, the exit status is 1 if the mean or the median is wrong by more than --tolerance, or the machine's rate
+    drifted by more than a tenth.
     """
     record = Record("simulate", as_json)
     if validate:
@@ -94,9 +99,9 @@ def simulate(
         record.show("validation", [found], title=f"{validate}: measured and simulated")
         record.end()
     meant = model_of(model)
-    way = way_of(path, calibrate, meant, tp, nics, gbps)
-    control_us = control_us_of(read_rows(calibrate) if calibrate else ())
-    way = replace(way, start_us=way.start_us + control_us)
+    control = control_of(read_rows(calibrate) if calibrate else ())
+    way = way_of(path, None if path != "tcp" and control else calibrate, meant, tp, nics, gbps)
+    way = replace(way, start_us=way.start_us + (control.us if control else 0.0))
     scene = Scene(load, popular, pulls, lease_s, seed)
     move, given = Move(meant, tp, way), requests_of(trace, requests)
     curve = [rows(move, given, [size], scene) for size in workers or SIZES]
@@ -110,7 +115,9 @@ def way_of(path: str, calibrate: Path | None, model: Model, tp: int, nics: int, 
     if path == "tcp":
         return path_of(path, _cost(calibrate), model, tp)
     if calibrate:
-        raise ConfigError(f"--calibrate needs --path tcp; {path} is derived from --nics and --gbps")
+        raise ConfigError(
+            f"--calibrate needs --path tcp or measured handoffs; {path} is derived from --nics and --gbps"
+        )
     return _nics(path, Machine(nics, gbps), tp)
 
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -21,6 +22,12 @@ class Patience {
   Patience(int64_t timeout_ns, const Atomic<bool>& given_up)
       : until_ns_(now_ns() + timeout_ns), given_up_(&given_up) {}
 
+  /// Returns a patience of the nth part of the time that is left. The same flag ends it.
+  Patience part(size_t n) const {
+    Patience part(*this);
+    part.until_ns_ = now_ns() + left_ns() / static_cast<int64_t>(n);
+    return part;
+  }
   bool given_up() const { return given_up_ && given_up_->load(std::memory_order_acquire); }
   /// Returns 0 when the wait is over.
   int64_t left_ns() const { return given_up() ? 0 : std::max<int64_t>(until_ns_ - now_ns(), 0); }
@@ -35,7 +42,7 @@ class Patience {
  private:
   static constexpr int64_t kPieceNs = 20'000'000;
 
-  const int64_t until_ns_;
+  int64_t until_ns_;
   const Atomic<bool>* const given_up_ = nullptr;
 };
 

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -126,8 +127,30 @@ Result<UniqueFd> timer(const std::string& doing, Code code) {
   return owned(fd, code, doing, "timerfd_create");
 }
 
+namespace {
+
+/// The threads of the library take no signal that is for the process: its handlers run on threads of the
+/// program. What a thread does wrong itself still reaches handlers that report crashes.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT})
+      ::sigdelset(&all, fault);
+    ::pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 Result<std::thread> start_thread(const std::string& doing, const char* name, std::function<void()> body) {
   if (refused("pthread_create")) return failed(Code::kConfig, doing, "pthread_create", errno);
+  const SignalsBlocked blocked;
   try {
     std::thread thread(std::move(body));
     ::pthread_setname_np(thread.native_handle(), name);  // for debuggers; nothing depends on it

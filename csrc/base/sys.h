@@ -29,7 +29,7 @@ bool is_memory(const char* call, int error);
 Result<UniqueFd> event_fd(const std::string& doing, Code code = Code::kConfig);
 Result<UniqueFd> epoll(const std::string& doing, Code code = Code::kConfig);
 Result<UniqueFd> timer(const std::string& doing, Code code = Code::kConfig);
-/// Starts a thread named `name`, at most 15 characters.
+/// Starts a thread named `name`, at most 15 characters. It takes no signal of the process.
 Result<std::thread> start_thread(const std::string& doing, const char* name, std::function<void()> body);
 
 // These return what the calls return: -1 with errno set on failure.

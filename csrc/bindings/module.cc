@@ -41,9 +41,9 @@ void register_path_stats(py::module_& m) {
           }
         }
         return py::make_tuple(counts.valid, counts.bytes, counts.num_ops, counts.num_segments,
-                              counts.unsettled, counts.redone, failed, stale, durations(counts.plan),
-                              durations(counts.read), durations(counts.validate), durations(counts.settle),
-                              durations(counts.total));
+                              counts.unsettled, counts.redone, counts.rails_set_aside, failed, stale,
+                              durations(counts.plan), durations(counts.read), durations(counts.validate),
+                              durations(counts.settle), durations(counts.total));
       });
 }
 
@@ -314,4 +314,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   register_connection(m);
   register_rdma_options(m);
   register_engine(m);
+  register_channel(m);
 }

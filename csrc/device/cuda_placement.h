@@ -23,7 +23,7 @@ class Placement {
   Placement(const Placement&) = delete;
   Placement& operator=(const Placement&) = delete;
 
-  /// Returns kConfig once other memory, or none, is behind an address. Looks at kPartsALook parts at most, in
+  /// Returns kConfig once other memory, or none, is behind an address. Checks kPartsALook parts at most, in
   /// turns, so that its cost does not grow with the pool.
   Status check() const;
 

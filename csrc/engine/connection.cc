@@ -158,6 +158,7 @@ Result<std::vector<uint32_t>> Connection::establish(uint32_t connection_id,
   stripe_bytes_ = traits.window.stripe_bytes;
   for (size_t index = 0; index < lanes_.size(); ++index) thread_of(index).add(lanes_[index]);
   driver_ = make_driver();
+  find_rails();
   established_ = true;
   return regions;
 }
@@ -249,14 +250,16 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   const bool small = !streaming && ends_soon(*transfer);
   const bool here = small || (!streaming && launches_);
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
-  Lane& first = *lanes_.front();
+  const uint64_t lanes = choose_lanes(*transfer, !streaming && !small);
+  Lane& first = lane_at(lanes);
   if (idle()) transfer->mark_alone();
   transfer->attach();  // until those have it that take over from the first if it breaks
   const bool ran = here && first.run_inline(transfer, small ? inline_ns_ : 0);
+  const uint64_t others = lanes & (lanes - 1);
   if (!ran) {
-    submit(transfer, 0, striped ? lanes_.size() : 1);
+    submit(transfer, striped ? lanes : lanes ^ others);
   } else if (!transfer->done() && (striped || first.broken())) {
-    submit(transfer, 1, lanes_.size());
+    submit(transfer, others);
   }
   if (!transfer->done()) {
     const Status why = first.broken() ? first.why_broken() : Status::Unreachable("the connection broke");
@@ -270,8 +273,33 @@ bool Connection::ends_soon(const Transfer& transfer) const {
   return most_ns > 0 && transfer.predicted_us() * 1e3 <= static_cast<double>(most_ns);
 }
 
-void Connection::submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end) {
-  for (size_t index = first; index < end; ++index) lanes_[index]->submit(transfer);
+void Connection::find_rails() {
+  std::vector<Rail> rails;
+  for (const auto& lane : lanes_) add_lane(rails, lane->index(), lane->traits());
+  if (rails.size() > 1) rails_ = std::make_shared<const std::vector<Rail>>(std::move(rails));
+}
+
+/// Returns the lanes for a transfer, a bit for each by its place.
+uint64_t Connection::choose_lanes(Transfer& transfer, bool may_measure) const {
+  uint64_t lanes = ~0ull >> (64 - lanes_.size());
+  if (!rails_) return lanes;
+  uint64_t enough = 0;
+  for (const Rail& rail : *rails_) enough += rail.enough_bytes();
+  const bool measures = may_measure && transfer.planned_bytes() >= enough;
+  const RailChoice choice = path_stats_->rails().choose(*rails_, measures, now_ns());
+  uint64_t aside = 0;
+  for (size_t rail = 0; rail < rails_->size(); ++rail) {
+    if ((choice.aside >> rail & 1) != 0) aside |= (*rails_)[rail].lanes;
+  }
+  for (size_t place = 0; aside != 0 && place < lanes_.size(); ++place) {
+    if ((aside >> lanes_[place]->index() & 1) != 0) lanes ^= 1ull << place;
+  }
+  if (measures) transfer.measure(rails_, choice);
+  return lanes;
+}
+
+void Connection::submit(const std::shared_ptr<Transfer>& transfer, uint64_t lanes) const {
+  for (; lanes != 0; lanes &= lanes - 1) lane_at(lanes).submit(transfer);
 }
 
 Result<int64_t> Connection::time_read(const ReadOp& op, const Segment& segment) {
@@ -317,16 +345,20 @@ std::string Connection::why_broken() const {
 
 std::vector<std::string> Connection::paths() const {
   std::vector<std::string> paths;
-  for (const auto& lane : lanes_) paths.push_back(lane->endpoint().traits().path);
+  for (const auto& lane : lanes_) {
+    paths.push_back(lane->endpoint().traits().path);
+    if (rails_ && path_stats_->rails().is_aside(paths.back()))
+      paths.back() += ", set aside: its last pulls were ten times slower than those over its equals";
+  }
   return paths;
 }
 
-void Connection::close() {
+void Connection::close(const std::string& why) {
   if (process_.inherited()) return;
   closed_ = true;
   std::lock_guard lock(connecting_);
   for (size_t index = 0; index < lanes_.size(); ++index) {
-    lanes_[index]->close("the connection was closed");
+    lanes_[index]->close(why);
     thread_of(index).remove(lanes_[index]);
   }
 }

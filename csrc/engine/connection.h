@@ -2,6 +2,7 @@
 // The reader's side of one peer over one transport. Its lanes share the work of every pull.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -80,11 +81,11 @@ class Connection {
   /// Returns the number of transfers queued or under way. One that uses several lanes counts once per lane.
   uint32_t pending() const;
   std::string why_broken() const;
-  /// Returns Traits::path of each lane.
+  /// Returns Traits::path of each lane, and whether its rail is set aside.
   std::vector<std::string> paths() const;
   /// Idempotent. Transfers in flight fail, and on return no byte of theirs lands any more. An establish()
-  /// that waits for the owner ends at once.
-  void close();
+  /// that waits for the owner ends at once. Their failures say `why`.
+  void close(const std::string& why = "the connection was closed");
 
  private:
   struct Probe;  // of one lane while connecting
@@ -93,7 +94,10 @@ class Connection {
 
   std::shared_ptr<const TransferDriver> make_driver() const;
   bool ends_soon(const Transfer& transfer) const;
-  void submit(const std::shared_ptr<Transfer>& transfer, size_t first, size_t end);
+  void find_rails();
+  uint64_t choose_lanes(Transfer& transfer, bool may_measure) const;
+  Lane& lane_at(uint64_t lanes) const { return *lanes_[static_cast<size_t>(std::countr_zero(lanes))]; }
+  void submit(const std::shared_ptr<Transfer>& transfer, uint64_t lanes) const;
   Status connect(Probe& probe, const std::string& reply, const std::vector<std::string>& pool_keys,
                  const std::vector<std::string>& lease_keys, const Patience& patience);
   static const Probe* refused_before(const std::vector<Probe>& probes, Lane& lane);
@@ -115,6 +119,7 @@ class Connection {
   std::vector<std::shared_ptr<ProgressThread>> threads_;
   std::shared_ptr<const TransferDriver> driver_;
   std::vector<std::shared_ptr<Lane>> lanes_;
+  std::shared_ptr<const std::vector<Rail>> rails_;  // null: there is only one, or its lanes have none
   Atomic<bool> closed_{
       false};         // set before the mutex is taken: it ends the waits of establish(), which holds it
   Mutex connecting_;  // an endpoint serves one thread at a time: close() waits for establish()

@@ -20,7 +20,7 @@
 namespace kvlink {
 namespace {
 
-// How often the owner looks at the words of active leases, so that settled blocks return within a
+// How often the owner checks the words of active leases, so that settled blocks return within a
 // millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;

@@ -57,7 +57,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
     }
   }
   if (!transfer) return driver_->wake();
-  transfer->detach(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
+  transfer->detach_broken(Status::Unreachable("the connection broke before the pull was posted"), now_ns());
 }
 
 void Lane::wake_driver() {
@@ -122,7 +122,6 @@ void Lane::guarded(int64_t now, Work work) {
   try {
     work();
   } catch (const BrokenContract& broken) {
-    ended_.clear();
     break_down(Status::Unreachable(broken.what()), now);
   }
 }
@@ -234,7 +233,9 @@ void Lane::cancel_posts(const std::shared_ptr<Transfer>& transfer, int64_t now) 
 Lane::Rest Lane::arm() {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return Rest::kShort;
-  return broken() || endpoint_->arm() ? Rest::kLong : Rest::kNone;
+  if (broken() || endpoint_->arm()) return Rest::kLong;
+  next_check_ns_ = 0;  // the next round polls, also if this lane has nothing under way
+  return Rest::kNone;
 }
 
 /// A pull with a short deadline is no reason to cut off the others. Time that passed after the deadline is

@@ -106,6 +106,7 @@ class Lane {
   void on_lost(std::function<void()> call) { on_lost_ = std::move(call); }
   Endpoint& endpoint() { return *endpoint_; }  // only while connecting, or for what is constant
   const Traits& traits() const { return traits_; }
+  uint32_t index() const { return index_; }  // among the lanes of a connection that had an endpoint
 
   /// Queues a transfer and wakes the driver. Any thread.
   void submit(std::shared_ptr<Transfer> transfer);

@@ -45,7 +45,9 @@ double PathStats::predict_us(uint64_t ops, uint64_t bytes) const {
 
 PathCounts PathStats::counts() const {
   std::lock_guard lock(mutex_);
-  return counts_;
+  PathCounts counts = counts_;
+  counts.rails_set_aside = rails_.num_set_aside();
+  return counts;
 }
 
 }  // namespace kvlink

@@ -8,6 +8,7 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "engine/cost_model.h"
+#include "engine/rail_rates.h"
 
 namespace kvlink {
 
@@ -28,8 +29,9 @@ struct PathCounts {
   static constexpr size_t kCodes = static_cast<size_t>(Code::kStaleBlocks) + 1;
   static constexpr size_t kStaleReasons = static_cast<size_t>(StaleReason::kRestarted) + 1;
   uint64_t valid = 0, bytes = 0, num_ops = 0, num_segments = 0;  // bytes and on: of valid transfers
-  uint64_t unsettled = 0;  // valid, but the owner could not be told by this path
-  uint64_t redone = 0;     // steps that a lane gave back and another one, or the same, did again
+  uint64_t unsettled = 0;        // valid, but the owner could not be told by this path
+  uint64_t redone = 0;           // steps that a lane returned and another one, or the same, did again
+  uint64_t rails_set_aside = 0;  // times that a rail was far slower than its equals
   std::array<uint64_t, kCodes> failed{};
   /// The stale ones of `failed`, by StaleReason: of leases that pin their blocks, and of soft ones.
   std::array<std::array<uint64_t, kStaleReasons>, 2> stale{};
@@ -45,8 +47,10 @@ class PathStats {
   PathCounts counts() const;
   /// Returns the microseconds that a pull should take which waits neither for others nor for its owner.
   double predict_us(uint64_t ops, uint64_t bytes) const;
+  RailRates& rails() { return rails_; }
 
  private:
+  RailRates rails_;
   mutable Mutex mutex_;
   PathCounts counts_;
   CostModel model_;

@@ -73,16 +73,18 @@ void ProgressThread::wake_from_doze() {
 
 void ProgressThread::run() {
   int64_t last_progress = 0, last_unsent = 0;
+  std::vector<std::shared_ptr<Lane>> lanes;
+  std::vector<pollfd> watched;
   for (;;) {
     // Read before anything that a wake() may concern, including the lanes and `stopping_`.
     const uint64_t wakes = wakes_.load(std::memory_order_seq_cst);
     if (stopping_) return;
-    std::vector<std::shared_ptr<Lane>> lanes;
+    lanes.clear();  // not under the mutex: one of them may end here
     {
       std::lock_guard lock(mutex_);
       lanes = lanes_;
     }
-    std::vector<pollfd> watched{{wake_fd_.get(), POLLIN, 0}};
+    watched.assign(1, {wake_fd_.get(), POLLIN, 0});
     bool progressed = false, copying = false, held = false, active = false;
     int64_t wake_at = INT64_MAX;
     for (const auto& lane : lanes) {
@@ -93,7 +95,7 @@ void ProgressThread::run() {
       Lane::Driven driven;
       try {
         driven = lane->drive();
-      } catch (const BrokenContract&) {  // also of a transfer that its broken lane gives back: the next round
+      } catch (const BrokenContract&) {  // also of a transfer that its broken lane returns: the next round
         driven.active = driven.progressed = true;  // goes on with the others
       }
       if (lane->has_unflushed_writes()) last_unsent = now_ns();

@@ -70,7 +70,7 @@ class Pull final : public TransferObserver, public std::enable_shared_from_this<
   static std::shared_ptr<Pull> empty();
   Pull(int64_t deadline_ns, std::shared_ptr<CompletionQueue> control, RelayContext relaying);
 
-  // Any thread. A forked child may only look at pulls that had ended before.
+  // Any thread. A forked child may only query pulls that had ended before.
   Status check_process() const { return done() ? Status{} : process_.check(); }
   PullState state() const { return state_.load(std::memory_order_acquire); }
   bool done() const { return state() >= PullState::kFailed; }

@@ -27,7 +27,7 @@ struct PullRequest : GroupRead {
   StreamUnit stream = StreamUnit::kNone;
   uint32_t num_tokens = 0;  // of the offer; used with kTokens
   int64_t deadline_ns = 0;  // by now_ns()
-  /// With a StreamUnit: at most this many units are read before the slot is looked at again; 0 for no limit.
+  /// With a StreamUnit: at most this many units are read before the slot is checked again; 0 for no limit.
   uint64_t batch_units = 0;
   /// Used by a streaming pull; may be empty. The first `units` have landed, and the nonce was read behind
   /// them. Nothing writes their bytes any more, so others may read them. Never decreases. Called as

@@ -165,6 +165,10 @@ void Transfer::detach(const Status& why, int64_t now) {
 }
 
 void Transfer::detach_broken(const Status& why, int64_t now) {
+  {
+    const std::lock_guard lock(mutex_);
+    limits_trial_ = false;  // nobody else may be left
+  }
   detach(why, now);
   if (!done()) driver_->wake();
 }
@@ -174,6 +178,44 @@ Chunk Transfer::chunk(const Step& step, uint32_t lease_region) const {
           plan().segments.data(),
           plan().repeats,
           {slot_offset(seat_.slot), seat_.nonce, lease_region}};
+}
+
+void Transfer::measure(std::shared_ptr<const std::vector<Rail>> rails, const RailChoice& choice) {
+  rails_ = std::move(rails);
+  rail_choice_ = choice;
+  limits_trial_ = choice.trial != 0;
+  progress_.resize(rails_->size());
+}
+
+size_t Transfer::rail_of(uint32_t lane) const {
+  const auto found =
+      std::ranges::find_if(*rails_, [lane](const Rail& rail) { return (rail.lanes >> lane & 1) != 0; });
+  return static_cast<size_t>(found - rails_->begin());
+}
+
+bool Transfer::ends_trial(uint32_t lane) const {
+  if (!limits_trial_) return false;
+  const size_t rail = rail_of(lane);
+  return (rail_choice_.trial >> rail & 1) != 0 && progress_[rail].taken >= (*rails_)[rail].enough_bytes();
+}
+
+void Transfer::note_taken(const Step& step, int64_t now) {
+  RailProgress& progress = progress_[rail_of(step.lane)];
+  if (progress.taken == 0) progress.first_ns = now;
+  progress.taken += step.bytes;
+}
+
+void Transfer::note_landed(const Step& step, int64_t now) {
+  RailProgress& progress = progress_[rail_of(step.lane)];
+  progress.landed += step.bytes;
+  progress.last_ns = now;
+}
+
+/// A rail is busy from its first read to the end of its last, since lanes take reads while there are some.
+void Transfer::tell_rates(int64_t now) const {
+  std::vector<RailWork> work;
+  for (const RailProgress& each : progress_) work.push_back({each.landed, each.last_ns - each.first_ns});
+  path_stats_->rails().add(*rails_, work, rail_choice_, now);
 }
 
 void Transfer::set_scratch(std::shared_ptr<uint64_t[]> words, uint32_t region) {
@@ -192,6 +234,7 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
   Step step;
   if (phase_ == Phase::kRead) {
     step = take_reads(window, lane);
+    if (rails_ && step.kind == Step::Kind::kReads) note_taken(step, now);
     if (step.kind == Step::Kind::kNone) {
       if (!redo_.empty() || next_op_ < plan().ops.size()) return {};
       // The slot read may follow the data without waiting, on the one ordered lane that carried it.
@@ -213,14 +256,15 @@ Step Transfer::next(const Window& window, bool ordered, uint32_t lane, int64_t n
 }
 
 Step Transfer::take_reads(const Window& window, uint32_t lane) {
-  if (window.depth == 0) return {};
+  if (window.depth == 0 || ends_trial(lane)) return {};
   if (!redo_.empty()) {
-    const Step step = redo_.back();
+    Step step = redo_.back();
     redo_.pop_back();
+    step.lane = lane;
     lanes_used_ |= 1ull << lane;
     return step;
   }
-  Step step{Step::Kind::kNone, next_op_};
+  Step step{.first_op = next_op_, .lane = lane};
   const bool staged = choice_.staged;
   const uint32_t most_bytes = staged ? SlotRing::kSlotBytes : window.chunk_bytes;
   const uint32_t most_ops = staged ? UINT32_MAX : window.chunk_ops;
@@ -256,6 +300,7 @@ bool Transfer::take_end(const Step& step, const Status& status, int64_t now) {
   } else if (step.kind == Step::Kind::kReads) {
     stats_.bytes += step.bytes;
     stats_.read_ns = now - started_ns_ - stats_.plan_ns;
+    if (rails_) note_landed(step, now);
   } else if (!stopping_) {
     on_slot(now);
   }
@@ -348,6 +393,7 @@ void Transfer::finish(Status status, int64_t now) {
   stats_.total_ns = now - started_ns_;
   if (!streams_) count_plan();
   if (path_stats_) path_stats_->add(stats_, result_, seat_.settles() && !stats_.settled);
+  if (rails_ && result_.ok()) tell_rates(now);
   // A streaming pull takes as long as its prefill does.
   if (driver_->policy && result_.ok() && !streams_) {
     driver_->policy->learn(choice_, static_cast<double>(stats_.total_ns) / 1e3);

@@ -25,7 +25,7 @@ namespace kvlink {
 struct TransferStats {
   uint64_t bytes = 0;
   uint64_t num_ops = 0, num_segments = 0;
-  uint64_t redone = 0;  // steps that a lane gave back
+  uint64_t redone = 0;  // steps that a lane returned
   int64_t plan_ns = 0, read_ns = 0, validate_ns = 0, settle_ns = 0, total_ns = 0;
   int64_t post_ns = 0;  // part of read_ns; lanes that post at the same time count each
   bool ran_inline = false;
@@ -44,6 +44,7 @@ struct Step {
   Kind kind = Kind::kNone;
   uint32_t first_op = 0, num_ops = 0;
   uint64_t bytes = 0;  // of kReads
+  uint32_t lane = 0;   // that took it
 };
 
 enum class TransferState : uint8_t {
@@ -107,7 +108,8 @@ class Transfer {
   void attach() { attached_.fetch_add(1, std::memory_order_relaxed); }
   /// The lane does not take the transfer. The last one to detach fails it with `why`.
   void detach(const Status& why, int64_t now_ns);
-  /// The lane broke while it had the transfer. Like detach(), and the other lanes look for what is left.
+  /// The lane broke before or while it had the transfer. Like detach(), and the other lanes look for what is
+  /// left.
   void detach_broken(const Status& why, int64_t now_ns);
   Step next(const Window& window, bool ordered, uint32_t lane, int64_t now_ns);
   /// Adds the time that cutting and posting a step of reads took.
@@ -144,6 +146,9 @@ class Transfer {
   void mark_inline() { stats_.ran_inline = true; }
   /// To be called before any lane has it.
   void mark_alone() { stats_.alone = true; }
+  /// Measures the rails of its lanes, and limits those that are on trial. To be called before any lane has
+  /// it.
+  void measure(std::shared_ptr<const std::vector<Rail>> rails, const RailChoice& choice);
   /// Ends a transfer that was never submitted.
   void refuse(const Status& why, int64_t now_ns);
 
@@ -152,6 +157,11 @@ class Transfer {
 
   bool take_end(const Step& step, const Status& status, int64_t now_ns);
   Step take_reads(const Window& window, uint32_t lane);
+  size_t rail_of(uint32_t lane) const;
+  bool ends_trial(uint32_t lane) const;
+  void note_taken(const Step& step, int64_t now_ns);
+  void note_landed(const Step& step, int64_t now_ns);
+  void tell_rates(int64_t now_ns) const;
   void choose_way();
   void on_slot(int64_t now_ns);
   void prove();
@@ -176,8 +186,8 @@ class Transfer {
   const std::function<void(uint64_t)> on_proven_;
   std::shared_ptr<PathStats> path_stats_;
   std::shared_ptr<uint64_t[]> words_;
-  ReadOp slot_op_;
-  Segment slot_segment_;
+  ReadOp slot_op_ = {};
+  Segment slot_segment_ = {};
 
   Atomic<TransferState> state_{TransferState::kPending};
   Atomic<bool> stopping_{false};
@@ -203,6 +213,14 @@ class Transfer {
   Status stop_;
   Status result_;
   TransferStats stats_;
+  struct RailProgress {
+    uint64_t taken = 0, landed = 0;  // bytes
+    int64_t first_ns = 0, last_ns = 0;
+  };
+  std::shared_ptr<const std::vector<Rail>> rails_;  // null: they are not measured
+  RailChoice rail_choice_;
+  bool limits_trial_ = false;
+  std::vector<RailProgress> progress_;          // by rail
   std::shared_ptr<TransferObserver> observer_;  // until the end
   uint32_t part_ = 0;                           // for it
 };

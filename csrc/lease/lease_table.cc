@@ -23,7 +23,7 @@ bool settles(uint64_t settle_nonce, uint64_t settled) { return (settled ^ settle
 
 constexpr uint32_t kSlotsAtOnce = 8;
 
-/// Returns whether no peer has stored a word of these slots, kSlotsAtOnce of them. A sweep looks at the words
+/// Returns whether no peer has stored a word of these slots, kSlotsAtOnce of them. A sweep checks the words
 /// of all slots, almost all of which are 0, because nothing else tells it of a one-sided store.
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 bool are_zero(const PeerWords* words) {
@@ -89,7 +89,7 @@ uint64_t LeaseTable::take_nonce() {
   return nonce;
 }
 
-/// Returns the time by which leases end. It grows by kMostAgeingNs at most between two looks at the clock. To
+/// Returns the time by which leases end. It grows by kMostAgeingNs at most between two reads of the clock. To
 /// be called before anything else that takes the time. If there is no lease, no thread sweeps, and the time
 /// between does not count.
 int64_t LeaseTable::aged(int64_t now_ns) {

@@ -3,7 +3,7 @@
 //
 // One slot of 64 bytes per reader of a lease, which peers read one-sidedly, and two words beside it, which
 // peers write. A lease ends (settle, expiry, abort) by storing a tombstone in place of the nonce and only
-// then giving the blocks back. A reader loads the slot after its data: the nonce of its ticket still there
+// then releasing the blocks. A reader loads the slot after its data: the nonce of its ticket still there
 // means the blocks were pinned during the whole read, a tombstone says why they were not. Only the lease
 // whose nonce stands in a slot stores to it. No clock is ever compared between hosts: the owner alone counts
 // the time to live.
@@ -57,7 +57,7 @@ class LeaseReaders {
 };
 
 /// The deadline of each slot's seat while it is open. To find those that have passed costs one comparison per
-/// group of slots in which none has, so idle seats are not looked at one by one.
+/// group of slots in which none has, so idle seats are not read one by one.
 class SeatDeadlines {
  public:
   /// The deadline of a seat that does not expire.
@@ -137,7 +137,7 @@ struct Revoked {
 /// The time to live of a soft lease that does not expire.
 inline constexpr int64_t kNoExpiryNs = SeatDeadlines::kNever;
 
-/// Leases age by at most this between two looks at the clock. Sweeps are a millisecond apart, so more time
+/// Leases age by at most this between two reads of the clock. Sweeps are a millisecond apart, so more time
 /// has passed only if the owner was paused. Leases do age by this much then, so an owner that is always late
 /// keeps none for ever.
 inline constexpr int64_t kMostAgeingNs = 100'000'000;
@@ -229,7 +229,7 @@ class LeaseTable {
   bool abort(uint64_t lease);
   /// Ends every lease because the owner is closing: reads from now on must not validate.
   void abort_all();
-  /// The same without a look at what it knows, which a BrokenContract has shown to be wrong.
+  /// The same without a check of what it knows, which a BrokenContract has shown to be wrong.
   void void_all();
   /// Stores `settled` for a reader whose data path is gone. Returns false if slot or value are wrong.
   bool settle(uint32_t slot, uint64_t settled);
@@ -305,7 +305,7 @@ class LeaseTable {
   std::vector<uint64_t> ended_leases_;
   DrawRandom draw_;
   std::vector<uint64_t> random_;  // drawn in batches
-  int64_t looked_ns_ = 0;         // when the clock was last looked at
+  int64_t looked_ns_ = 0;         // when the clock was last read
   int64_t paused_ns_ = 0;         // what of the time so far did not age leases
   LeaseCounts counts_;
   SoftLeases soft_;

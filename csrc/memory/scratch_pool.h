@@ -22,7 +22,7 @@ class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
 
   /// Takes a line, which returns when the last reference is dropped. Null if all are taken.
   std::shared_ptr<uint64_t[]> take();
-  /// Returns where bytes may land that nobody looks at, or null.
+  /// Returns where bytes may land that nobody reads, or null.
   std::byte* sink() const { return sink_; }
   uint32_t region() const { return region_; }
   HostMemory& memory() const { return *memory_; }

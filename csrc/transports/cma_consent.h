@@ -82,7 +82,7 @@ class Consent {
   /// by one caller costs no other caller anything.
   uint32_t admit(uint64_t caller, const Challenge& challenge);
   Status add(const Region& region);
-  /// Ends the consent to this region. Readers that have looked at it before keep it.
+  /// Ends the consent to this region. Readers that have checked it before keep it.
   void remove(const Region& region);
   void withdraw();
 

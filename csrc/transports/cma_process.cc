@@ -66,7 +66,7 @@ bool Process::ended() const {
 }
 
 Status Process::permitted() const {
-  if (ended()) return gone();
+  if (ended()) return has_ended();
   char ignored;
   const bool answered = copy_from(pid(), address_.consent, &ignored, 1) >= 0 || errno == EFAULT;
   return answered ? Status{} : failed(errno);
@@ -81,7 +81,7 @@ Status Process::read(uint64_t offset, void* into, size_t bytes) const {
 Status Process::believe(const Challenge& challenge, uint32_t place) {
   // Without this, bytes that a liar brought into that memory could pass for a consent.
   const Result<bool> has_one = has_consent_at(pid(), address_.consent);
-  if (!has_one.ok()) return ended() ? gone() : has_one.status();
+  if (!has_one.ok()) return ended() ? has_ended() : has_one.status();
   if (!*has_one) return replaced();
   if (place >= kNumChallenges) return Status::AccessDenied("not a reply of a cma owner");
   Identity found;
@@ -108,7 +108,7 @@ Status Process::believe(const Challenge& challenge, uint32_t place) {
 }
 
 Status Process::check() const {
-  if (ended()) return gone();
+  if (ended()) return has_ended();
   uint64_t stamp = 0;
   Status status = read(offsetof(ConsentMemory, stamp), &stamp, sizeof stamp);
   return !status.ok() || stamp == stamp_ ? status : replaced();
@@ -120,7 +120,7 @@ bool Process::has(const Region& region) const {
 
 Result<MemfdMapping> Process::map_words(const Region& region) const {
   const std::string path = "/proc/" + std::to_string(pid()) + "/fd/" + std::to_string(region.memfd);
-  // It is opened with the rights of this process, and to open a device may have effects. So it is looked at
+  // It is opened with the rights of this process, and to open a device may have effects. So it is checked
   // first; and its number may be that of another file by now.
   const UniqueFd seen(::open(path.c_str(), O_PATH | O_CLOEXEC));
   struct stat found{};
@@ -138,7 +138,7 @@ Result<MemfdMapping> Process::map_words(const Region& region) const {
 Status Process::failed(int error) const {
   if (error == EFAULT)
     return Status::AccessDenied(name() + " no longer has that memory, or this process does not");
-  if (error == ESRCH) return gone();
+  if (error == ESRCH) return has_ended();
   if (error == EPERM) return why_cma_refused(pid(), static_cast<uid_t>(address_.uid));
   return Status::Unreachable("process_vm_readv from " + name() + ": " + std::strerror(error));
 }

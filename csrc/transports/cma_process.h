@@ -58,7 +58,7 @@ class Process {
   Status read(uint64_t offset, void* into, size_t bytes) const;
   bool ended() const;
   std::string name() const { return "process " + std::to_string(pid()); }
-  Status gone() const { return Status::Unreachable("the owner, " + name() + ", has ended"); }
+  Status has_ended() const { return Status::Unreachable("the owner, " + name() + ", has ended"); }
   Status replaced() const {
     return Status::Unreachable("the owner has closed, or " + name() + " is another program by now");
   }

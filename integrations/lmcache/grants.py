@@ -98,15 +98,15 @@ class Grants:
         }
         if sum(self._pages.count(wanted.size) for wanted in within.values()) > MAX_BLOCKS:
             raise ConfigError(f"one ask has more than {MAX_BLOCKS} pages")
-        looking = self._places.hold(self._ids(within.values()))
+        pinned = self._places.hold(self._ids(within.values()))
         try:
             find = self._objects.lookup() if self._objects is not None else lambda _: ""
             granted = {
                 index: wanted for index, wanted in within.items() if not self._problem(wanted, find, ask)
             }
-            ticket = self._ticket(ask.reader, self._ids(granted.values()), looking) if granted else None
+            ticket = self._ticket(ask.reader, self._ids(granted.values()), pinned) if granted else None
         finally:
-            self._places.release(looking)
+            self._places.release(pinned)
         return Answer(frozenset(range(len(ask.objects))) - granted.keys(), ticket).to_bytes()
 
     def _ids(self, objects: Iterable[Wanted]) -> PageIds:
@@ -134,12 +134,12 @@ class Grants:
         self._note("another model", f"refused objects: {why}")
         return why
 
-    def _ticket(self, reader: str, ids: PageIds, looking: Hold) -> Ticket:
+    def _ticket(self, reader: str, ids: PageIds, pinned: Hold) -> Ticket:
         """Raises Cancelled if a page was freed while the objects were looked up."""
         name = name_of(f"{reader}/{next(self._numbers)}")
         hold = self._places.hold(ids)
         try:
-            looking.begin(lambda: None, lambda _: None)  # from here on, `hold` is told of what is freed
+            pinned.begin(lambda: None, lambda _: None)  # from here on, `hold` is told of what is freed
             ticket = hold.begin(lambda: self._worker.offer(name, ids), lambda _: self._end(name))
         except BaseException:
             self._places.release(hold)

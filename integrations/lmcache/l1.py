@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks objects up in LMCache's L1, and hears of each piece of its memory before it is given to another object.
+"""Looks objects up in LMCache's L1, and is notified of each piece of its memory before it is given to another object.
 
-The piece is heard of in `AddressManager.free` of the memory's own address manager: whatever evicts, clears, deletes,
+The notification comes from `AddressManager.free` of the memory's own address manager: whatever evicts, clears, deletes,
 discards or collects an object, its place can be allocated again only after that call. `L1Memory` refuses to start if
 LMCache's classes do not have the parts that this takes for granted, or if a trial object is freed in another way.
 """
@@ -66,7 +66,7 @@ class L1Memory:
         self._places = places
         self._spaces.free = self._freed
         try:
-            self._check_hears()
+            self._check_notified()
         except BaseException:
             self.close()
             raise
@@ -115,12 +115,12 @@ class L1Memory:
             states = list(self._manager._objects.values())
         return {state.memory_obj.shm_offset: state.memory_obj for state in states}
 
-    def _check_hears(self) -> None:
-        """Allocates and frees a trial object. Raises ConfigError if that is not heard of."""
-        heard: list[int] = []
+    def _check_notified(self) -> None:
+        """Allocates and frees a trial object. Raises ConfigError if it is not notified of that."""
+        freed: list[int] = []
 
         def free(address: int, size: int) -> None:
-            heard.append(address)
+            freed.append(address)
             self._free(address, size)
 
         self._spaces.free = free
@@ -129,7 +129,7 @@ class L1Memory:
         if error == L1Error.SUCCESS:  # else the memory is full, as never at the start
             offset = objects[0].shm_offset
             memory.free(objects)
-            if heard != [offset]:
+            if freed != [offset]:
                 raise _changed("an object was freed past AddressManager.free")
         self._spaces.free = self._freed
 

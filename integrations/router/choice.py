@@ -17,7 +17,7 @@ class _State:
     failures: int = 0
     """The number of consecutive failures."""
     away_until_s: float = 0.0
-    gone: bool = False
+    lost: bool = False
     """Whether nobody listened there, or a probe failed, since it last answered."""
     draining: bool = False
     """Whether it gets no new requests, until it was gone and has come back."""
@@ -44,7 +44,7 @@ class Ring:
         left = [
             turn for turn in turns if urls[turn] not in tried and (draining or not self.draining(urls[turn]))
         ]
-        for fits in (lambda state: now_s >= state.away_until_s, lambda state: not state.gone):
+        for fits in (lambda state: now_s >= state.away_until_s, lambda state: not state.lost):
             for turn in left:
                 if fits(self._states[urls[turn]]):
                     self._turn = (turn + 1) % len(urls)
@@ -75,7 +75,7 @@ class Ring:
     def began(self, url: str, when: str) -> None:
         """Records what a server says about when its process began. Another time than before means another process."""
         state = self._states[url]
-        state.gone = state.gone or bool(state.began and when and when != state.began)
+        state.lost = state.lost or bool(state.began and when and when != state.began)
         state.began = when or state.began
 
     def is_last(self, url: str, now_s: float) -> bool:
@@ -86,14 +86,14 @@ class Ring:
         """Undoes `drain`."""
         self._states[url].draining = False
 
-    def failed(self, url: str, now_s: float, gone: bool = True) -> None:
-        """Records that a request or a probe failed, and with `gone` that the server itself was not there."""
+    def failed(self, url: str, now_s: float, lost: bool = True) -> None:
+        """Records that a request or a probe failed, and with `lost` that the server itself was not there."""
         state = self._states[url]
-        state.gone = state.gone or gone
+        state.lost = state.lost or lost
         state.failures += 1
         state.away_until_s = now_s + doubled_s(state.failures, FIRST_BACK_OFF_S, MOST_BACK_OFF_S)
 
     def succeeded(self, url: str) -> None:
         """Records that a request or a probe was answered, which makes the server available, unless it drains."""
         state = self._states[url]
-        self._states[url] = _State(draining=state.draining and not state.gone, began=state.began)
+        self._states[url] = _State(draining=state.draining and not state.lost, began=state.began)

@@ -101,7 +101,7 @@ class Upstream:
 
     def broke_off(self, url: str) -> None:
         """Records that the connection to a server broke while it answered."""
-        self.ring.failed(url, time.monotonic(), gone=False)
+        self.ring.failed(url, time.monotonic(), lost=False)
 
     def answered(self, url: str) -> None:
         """Records that a server answered, which ends a drain if it was gone meanwhile."""
@@ -163,7 +163,7 @@ class Upstream:
                 )  # fmt: skip
             except BROKEN as error:
                 unseen = isinstance(error, (ClientConnectorError, ConnectionTimeoutError))
-                raise own_limit(error) or self._gone(url, error, request_not_sent=unseen) from error
+                raise own_limit(error) or self._lost(url, error, request_not_sent=unseen) from error
             try:
                 yield response
             finally:
@@ -180,7 +180,7 @@ class Upstream:
             if whole and len(body) > MOST_PARSED:
                 raise ClientPayloadError(f"an answer of more than {MOST_PARSED >> 20} MiB")
         except BROKEN as error:
-            raise self._gone(url, error, request_not_sent=False) from error
+            raise self._lost(url, error, request_not_sent=False) from error
         if status >= 500:
             self.broke_off(url)
         else:
@@ -192,9 +192,9 @@ class Upstream:
             )
         return body
 
-    def _gone(self, url: str, error: Exception, request_not_sent: bool) -> NotServedError:
+    def _lost(self, url: str, error: Exception, request_not_sent: bool) -> NotServedError:
         is_slow = isinstance(error, ConnectionTimeoutError)  # it may have many connections to accept
-        self.ring.failed(url, time.monotonic(), gone=request_not_sent and not is_slow)
+        self.ring.failed(url, time.monotonic(), lost=request_not_sent and not is_slow)
         return NotServedError(f"{self.role} {url}: {type(error).__name__}: {error}", request_not_sent)
 
     async def probe(self, url: str) -> None:

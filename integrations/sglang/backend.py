@@ -105,7 +105,7 @@ class KVLinkSender(OwnsRoom, CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """Aborts the request and notifies decode, which otherwise waits for its timeout.
 
-        SGLang does not always call `clear` afterwards, so the room is given back here.
+        SGLang does not always call `clear` afterwards, so the room is freed here.
         """
         self.reason = "aborted on prefill"
         with ExitStack() as last:

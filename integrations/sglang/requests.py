@@ -122,7 +122,7 @@ class OwnsRoom:
             self.kv_mgr.guard.caught("the end of a failed request", self.bootstrap_room, error)
 
     def detach(self) -> None:
-        """Gives the room back. Every later call is about this request alone. Idempotent."""
+        """Frees the room. Every later call is about this request alone. Idempotent."""
         if self.owns_room:
             self.owns_room = False
             if self.conclude_state != KVPoll.Success:

@@ -255,7 +255,9 @@ class KVLinkHandoff:
     async def _watch_leases(self) -> None:
         async for event in self.worker.watch_events():
             ended = partial(self._outgoing.ended, event)
-            self._batching.jobs.tell(Job("end of a lease", event.request_id, ended, _ignore, is_event=True))
+            self._batching.jobs.post_event(
+                Job("end of a lease", event.request_id, ended, _ignore, is_event=True)
+            )
 
 
 def _ignore(_: Exception) -> None:

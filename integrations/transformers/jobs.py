@@ -54,7 +54,7 @@ class Jobs:
             self._queue.append(job)
         self._wake()
 
-    def tell(self, job: Job) -> None:
+    def post_event(self, job: Job) -> None:
         """Queues an event. After the loop's end it waits for the next start or `close`. Safe from any thread."""
         with self._lock:
             self._queue.append(job)

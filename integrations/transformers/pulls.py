@@ -77,7 +77,7 @@ class Pulls:
             raise
         finally:
             job = partial(running.landed, error)
-            self._jobs.tell(Job("landing", running.request_id, job, running.failed, is_event=True))
+            self._jobs.post_event(Job("landing", running.request_id, job, running.failed, is_event=True))
 
 
 async def _cancel(running: RunningPull) -> None:

@@ -305,7 +305,7 @@ class SchedulerSide:
         return commands
 
     def reset(self) -> bool:
-        """Ends the leases of all requests that were handed off, with the next step, and gives back others' handoffs.
+        """Ends the leases of all requests that were handed off, with the next step, and releases others' handoffs.
 
         Returns False if there were some; their blocks become free once the workers have reported the end.
         """

@@ -42,7 +42,7 @@ _COUNTERS = {
     ),
     "unused": (
         "vllm:kvlink_unused_handovers_total",
-        "Handoffs that were refused, came without blocks, or were given back unread.",
+        "Handoffs that were refused, came without blocks, or were released unread.",
         "reason",
     ),
     "decisions": (

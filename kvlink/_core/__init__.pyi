@@ -218,12 +218,12 @@ class PathStats:
     def counts(
         self,
     ) -> tuple[
-        int, int, int, int, int, int, dict[str, int], dict[tuple[bool, int], int],
+        int, int, int, int, int, int, int, dict[str, int], dict[tuple[bool, int], int],
         tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]], tuple[int, list[int]],
         tuple[int, list[int]],
     ]:  # fmt: skip
-        """valid, bytes, ops, segments, unsettled, redone, failed by exception, stale by (soft, reason); then
-        (sum in ns, buckets) of plan, read, validate, settle and all."""
+        """valid, bytes, ops, segments, unsettled, redone, rails set aside, failed by exception, stale by
+        (soft, reason); then (sum in ns, buckets) of plan, read, validate, settle and all."""
 
 class PreparedPlan:
     """The reads of a pull that `Connection.prepare` planned."""
@@ -449,3 +449,35 @@ class Engine:
     def lease_counts(self) -> tuple[int, int, int, int, int, int, float]:
         """active, granted, settled, expired, aborted, fenced readers, seconds of the oldest."""
     def close(self) -> None: ...
+
+class ChannelClient:
+    """A reader's end of the native channel to one owner. Each call waits at most `timeout_s` for it."""
+
+    def card(self, timeout_s: float) -> bytes: ...
+    def connect(
+        self, transport: str, hellos: Sequence[bytes], timeout_s: float
+    ) -> tuple[int, list[bytes], list[bytes], list[bytes]]:
+        """As Engine.accept at the owner."""
+    def settle(self, slot: int, settle_nonce: int, timeout_s: float) -> bool: ...
+    def end_with_owner(self, connection: Connection) -> None:
+        """The connection breaks when the owner's end of the channel closes."""
+    @property
+    def ended(self) -> str:
+        """Why the channel has ended, or "" while it works."""
+    def close(self) -> None: ...
+
+class Channel:
+    """The native channel of a worker: it admits readers, and it dials owners."""
+
+    def __init__(self) -> None: ...
+    def listen(
+        self, engine: Engine, host: str, port: int, advertise: str = ""
+    ) -> tuple[list[str], bytes, bytes]:
+        """Returns (addresses, instance, secret) for the card."""
+    def publish(self, card: bytes) -> None:
+        """Sets the sealed card, and admits readers from then on."""
+    def dial(
+        self, addresses: Sequence[str], instance: bytes, secret: bytes, needs_tls: bool, timeout_s: float
+    ) -> ChannelClient: ...
+    def close(self) -> None:
+        """Idempotent. On return the engine is not called any more."""

@@ -54,7 +54,7 @@ async def _watch(address: str, every_s: float, rounds: int, as_json: bool) -> No
     console = make_console()
     live = None if as_json or not console.is_terminal else Live(console=console, screen=True)
 
-    async def look() -> None:
+    async def refresh() -> None:
         for number in itertools.count(1):
             try:
                 shown = plain(await client.status(), await client.overview())
@@ -69,14 +69,14 @@ async def _watch(address: str, every_s: float, rounds: int, as_json: bool) -> No
 
     async with CoordinatorClient(address) as client:
         if live is None:
-            await look()
+            await refresh()
             return
         with q_pressed() as pressed, live:
-            looking = start_awaited(look())
-            await asyncio.wait([looking, pressed], return_when=asyncio.FIRST_COMPLETED)
-            if looking.done():
-                looking.result()
-            looking.cancel()
+            refreshing = start_awaited(refresh())
+            await asyncio.wait([refreshing, pressed], return_when=asyncio.FIRST_COMPLETED)
+            if refreshing.done():
+                refreshing.result()
+            refreshing.cancel()
 
 
 def _show(shown: Row, address: str, console: Console, live: Live | None, as_json: bool) -> None:

@@ -115,6 +115,13 @@ class WorkerConfig(RdmaConfig):
         "Sets the port of the agent, to which readers connect first. 0 takes any free port.",
         **_OPEN_PORT,
     )
+    channel: str = setting(
+        "KVLINK_CHANNEL",
+        "off",
+        "Sets whether readers without Python and gRPC may connect, by the native channel. `off` refuses them, `on` "
+        "listens at KVLINK_HOST and any free port, and a number at that port.",
+        "It has no TLS, and whoever has the worker's card may connect. Rank n of a server adds n to the port.",
+    )
     progress_threads: int = setting(
         "KVLINK_PROGRESS_THREADS",
         1,
@@ -252,6 +259,7 @@ class WorkerConfig(RdmaConfig):
                 "without a port"
             )
         parse_nics(self.nics)
+        parse_channel(self.channel)
         self.check_rdma()
         parse_ways(self.gpudirect)
         for address in self.coordinator.split(",") if self.coordinator else ():
@@ -260,7 +268,9 @@ class WorkerConfig(RdmaConfig):
     def of_worker(self, number: int) -> WorkerConfig:
         """Returns the options of worker `number` of a host, added to all configured ports. Raises ConfigError."""
         ports = {name: getattr(self, name) for name in ("port", "agent_port", "metrics_port")}
-        return replace(self, **{name: port + number for name, port in ports.items() if port})
+        channel = parse_channel(self.channel)
+        others = {"channel": str(channel + number)} if channel else {}
+        return replace(self, **{name: port + number for name, port in ports.items() if port}, **others)
 
     @classmethod
     def from_env(
@@ -276,6 +286,17 @@ class WorkerConfig(RdmaConfig):
         from_env = {s.name: s.parse(text) for s, text in _given(env)}
         passed = {name: value for name, value in arguments.items() if value is not None}
         return cls(**{**(defaults or {}), **from_env, **passed})
+
+
+def parse_channel(channel: str) -> int | None:
+    """Returns the port of KVLINK_CHANNEL, where 0 is any free one, or None if it is off. Raises ConfigError."""
+    given = channel.strip().lower()
+    if given in ("", "off"):
+        return None
+    port = 0 if given == "on" else int(given) if given.isascii() and given.isdigit() else -1
+    if given == "on" or 0 < port < 65536:
+        return port
+    raise ConfigError(f"KVLINK_CHANNEL={channel!r} must be on, off, or a port from 1 to 65535")
 
 
 CATALOGUE = tuple(

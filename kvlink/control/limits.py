@@ -43,6 +43,7 @@ MAX_PLANES = 2_048
 MAX_REGIONS = 4_096
 MAX_TRANSPORTS = 32
 MAX_LEASE_KEYS = 2
+MAX_CHANNEL_ADDRESSES = 4
 MAX_CONNECTION_ID = (1 << 31) - 1
 MAX_POOL_KEYS = 4_096
 """Bounds the pool keys of all transports of a card together."""

@@ -179,7 +179,7 @@ class Coordinator:
         server.unary(Calls.OVERVIEW, lambda _: self.overview())
 
     async def _join(self, request: JoinRequest) -> Membership:
-        await self._incumbents.check_gone(request.card, request.rejoin)
+        await self._incumbents.check_ended(request.card, request.rejoin)
         epoch = await self._store.join(request.card, request.rejoin)
         _log.info("joined worker=%s epoch=%d agent=%s", request.card.worker_id, epoch, request.card.agent)
         return Membership(epoch, self._lease_s, self._lease_s / BEATS_PER_LEASE)

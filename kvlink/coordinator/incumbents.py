@@ -42,7 +42,7 @@ class Incumbents:
         self._room = asyncio.Semaphore(_MOST_AT_ONCE)
         self._quota = LogQuota()
 
-    async def check_gone(self, newcomer: WorkerCard, rejoin: bool = False) -> None:
+    async def check_ended(self, newcomer: WorkerCard, rejoin: bool = False) -> None:
         """Returns if a new process may have its worker_id. Raises RefusedError (TAKEN, and like Store.worker).
 
         A rejoin under an epoch that is not newer is left to the store, which refuses it for good.
@@ -51,8 +51,8 @@ class Incumbents:
         if incumbent is None or (rejoin and newcomer.epoch <= incumbent.epoch):
             return
         async with self._room:
-            gone = await self._why_gone(incumbent, newcomer)
-        if not gone:
+            why = await self._why_ended(incumbent, newcomer)
+        if not why:
             self._warn(incumbent, newcomer)
             raise refusals.worker_id_taken(incumbent, newcomer)
         _log.info(
@@ -60,7 +60,7 @@ class Incumbents:
             newcomer.worker_id,
             newcomer.agent,
             incumbent.agent,
-            gone,
+            why,
         )
 
     async def _incumbent(self, newcomer: WorkerCard) -> WorkerCard | None:
@@ -84,8 +84,8 @@ class Incumbents:
                 suppressed,
             )
 
-    async def _why_gone(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:
-        """Returns why the process counts as gone, or "" if it runs.
+    async def _why_ended(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:
+        """Returns why the process counts as why, or "" if it runs.
 
         Where both have one address, the newcomer's own agent may answer there, that it is starting. On loopback of
         another host nobody can be asked: the process runs until its lease ends.
@@ -96,13 +96,13 @@ class Incumbents:
             found = await asyncio.wait_for(self._ask(incumbent.agent, caller().tenant, not is_same), answer_s)
             if found.incarnation == incumbent.incarnation:
                 return ""
-            gone = "another process listens there"
+            why = "another process listens there"
         except asyncio.TimeoutError:
-            gone = f"no answer within {answer_s:g} s"
+            why = f"no answer within {answer_s:g} s"
         except KVLinkError as error:
-            gone = str(error)
+            why = str(error)
         is_elsewhere = incumbent.host.boot_id != newcomer.host.boot_id
-        return "" if is_same and is_elsewhere and is_loopback(split_address(incumbent.agent)[0]) else gone
+        return "" if is_same and is_elsewhere and is_loopback(split_address(incumbent.agent)[0]) else why
 
     async def _ask_agent(self, address: str, tenant: str, waits: bool) -> WorkerCard:
         """Fetches the card from an agent. `waits` while it is starting, as it may have joined just now."""

@@ -28,7 +28,7 @@ class Readiness:
         self._report = report
         self._is_draining = is_draining
         self._reported = True
-        self._looking: asyncio.Task[None] | None = None
+        self._loop: asyncio.Task[None] | None = None
 
     def why_not(self) -> str:
         """Returns why callers should go to another coordinator, or "" if they need not.
@@ -42,7 +42,7 @@ class Readiness:
 
     def start(self) -> None:
         """Starts checking. Call it once."""
-        self._looking = start_loop("readiness", self._look_on)
+        self._loop = start_loop("readiness", self._watch)
 
     async def poll(self) -> None:
         """Checks the store now, and reports a change to the health service."""
@@ -58,13 +58,13 @@ class Readiness:
         else:
             _log.warning("ready again")
 
-    async def _look_on(self) -> None:
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.poll()
 
     async def close(self) -> None:
         """Stops checking. Closing again has no effect."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)

@@ -149,4 +149,4 @@ def _shown(card: WorkerCard) -> WorkerCard:
     if caller().role is Role.WORKER:
         return card
     bare = [replace(each, address=b"", pool_keys=(), lease_keys=()) for each in card.transports]
-    return replace(card, transports=tuple(bare))
+    return replace(card, transports=tuple(bare), channel=None)

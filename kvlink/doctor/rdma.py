@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_interface
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,6 +32,7 @@ def checks(
     if nics:
         yield gids(nics)
         yield agreement(root, nics, active_mtus)
+        yield from shared_networks(root, nics, run)
         yield flow_control(root, nics, run, _traffic_class(env))
 
 
@@ -106,6 +108,33 @@ def gids(nics: Sequence[RdmaDevice]) -> Check:
     fix = "; ".join(f"sudo ip address add ADDRESS/LENGTH dev {netdev}" for netdev in dict.fromkeys(without))
     fix += " (a container needs an address of its own network namespace: the host network, or SR-IOV with the RDMA CNI)"
     return Check("rdma gids", Verdict.WARN, "; ".join(found), fix)
+
+
+def shared_networks(root: Path, nics: Sequence[RdmaDevice], run: Run) -> Iterator[Check]:
+    """Checks interfaces of one network: with Linux's defaults each answers ARP for the addresses of the others too, and
+    packets for one port go to another. Yields nothing where each port has a network of its own."""
+    roce = {port.netdev for _, port in _ports(nics) if port.link_layer is LinkLayer.ETHERNET}
+    shared: dict[str, list[str]] = {}
+    for words in map(str.split, run("ip", "-o", "-4", "address", "show").splitlines()):
+        if len(words) > 3 and words[1] in roce:
+            shared.setdefault(str(ip_interface(words[3]).network), []).append(words[1])
+    shared = {network: netdevs for network, netdevs in shared.items() if len(set(netdevs)) > 1}
+    if not shared:
+        return
+    evidence = "; ".join(f"{', '.join(netdevs)} are in {network}" for network, netdevs in shared.items())
+    names_of = dict.fromkeys(netdev for netdevs in shared.values() for netdev in netdevs)
+    fixes = [
+        f"sudo sysctl -w net.ipv4.conf.{netdev}.{setting}={least}"
+        for netdev in names_of
+        for setting, least in (("arp_ignore", 1), ("arp_announce", 2))
+        if max(_sysctl(root, netdev, setting), _sysctl(root, "all", setting)) < least
+    ]
+    verdict = Verdict.WARN if fixes else Verdict.PASS
+    yield Check("rdma arp", verdict, evidence, "; ".join(fixes))
+
+
+def _sysctl(root: Path, netdev: str, setting: str) -> int:
+    return read_int(root, f"proc/sys/net/ipv4/conf/{netdev}/{setting}") or 0
 
 
 def flow_control(root: Path, nics: Sequence[RdmaDevice], run: Run, traffic_class: int = 0) -> Check:

@@ -39,7 +39,7 @@ def extension() -> tuple[ModuleType | None, Check]:
     try:
         import kvlink._core as core
     except ImportError as error:
-        fix = "pip install --force-reinstall kvlink; in a checkout: make build"
+        fix = "install the wheel again (pip install --force-reinstall FILE); in a checkout: make build"
         return None, Check("data plane", Verdict.FAIL, f"kvlink._core does not load: {error}", fix)
     return core, Check("data plane", Verdict.PASS, f"kvlink {importlib.metadata.version('kvlink')}")
 

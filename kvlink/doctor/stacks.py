@@ -17,8 +17,8 @@ _DPUS = {0xA2D6: "BlueField-2", 0xA2DC: "BlueField-3"}
 
 def checks(root: Path, nics: Sequence[RdmaDevice], env: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Yields one check for each stack that is found. Only nv_peer_mem, which is obsolete, is a warning."""
-    for look in (_ofed, _peer_memory, _fabric_manager, _imex, _storage, _gdrcopy):
-        if check := look(root):
+    for find in (_ofed, _peer_memory, _fabric_manager, _imex, _storage, _gdrcopy):
+        if check := find(root):
             yield check
     yield from _dpus(nics)
     if check := _pod_resources(env):
@@ -32,13 +32,13 @@ def _found(name: str, evidence: str, meaning: str) -> Check:
 def _module(name: str, meaning: str, label: str) -> Callable[[Path], Check | None]:
     """Returns the check of a kernel module."""
 
-    def look(root: Path) -> Check | None:
+    def find(root: Path) -> Check | None:
         if not (root / "sys/module" / name).is_dir():
             return None
         version = read(root, f"sys/module/{name}/version")
         return _found(label, f"{name} {version}".strip(), meaning)
 
-    return look
+    return find
 
 
 _gdrcopy = _module("gdrdrv", "kvlink does not use GDRCopy; it does no harm", "gdrcopy")

@@ -108,7 +108,7 @@ def verbs() -> Check:
         return check
     rows = {name: (why_not, fix) for name, _, _, why_not, fix in core.transports()}
     if "verbs" not in rows:
-        fix = "pip install --upgrade kvlink"
+        fix = "install a wheel of a checkout that has it: make release-wheel"
         return Check("part: verbs", Verdict.FAIL, f"this build has only {', '.join(rows)}", fix)
     why_not, fix = rows["verbs"]
     if why_not:

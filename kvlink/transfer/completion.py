@@ -140,8 +140,8 @@ class QueueReader:
         self._on_ready(self.queue.drain())
 
 
-async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
-    """Yields the results of `look`, now and whenever leases have ended, on the running event loop until the engine is
+async def when_ended(engine: Engine, poll: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
+    """Yields the results of `poll`, now and whenever leases have ended, on the running event loop until the engine is
     closed."""
     ready = asyncio.Event()
     reader = QueueReader(lambda _: ready.set())
@@ -149,8 +149,8 @@ async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIt
         engine.core.watch_ended(reader.queue)
         engine.notify_when_closed(reader.queue)
         while True:
-            closed = engine.closed  # read it before the last call of `look`
-            for found in look():
+            closed = engine.closed  # read it before the last call of `poll`
+            for found in poll():
                 yield found
             if closed:
                 return
@@ -161,7 +161,7 @@ async def when_ended(engine: Engine, look: Callable[[], Iterable[T]]) -> AsyncIt
         reader.close()
 
 
-def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float | None) -> Iterator[T]:
+def each_ended(engine: Engine, poll: Callable[[], Iterable[T]], timeout_s: float | None) -> Iterator[T]:
     """Yields like `when_ended`, on the calling thread, and also ends when no lease has ended for `timeout_s` seconds.
 
     None waits without a limit.
@@ -174,7 +174,7 @@ def each_ended(engine: Engine, look: Callable[[], Iterable[T]], timeout_s: float
         waiting.register(queue.fileno(), select.POLLIN)
         while True:
             closed = engine.closed
-            yield from look()
+            yield from poll()
             if closed or not waiting.poll(timeout_ms):
                 return
             queue.drain()

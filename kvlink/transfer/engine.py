@@ -30,6 +30,7 @@ from kvlink.transfer.gpu_staging import (
     warn_of_pool,
     warn_of_staging,
 )
+from kvlink.transfer.native_channel import OwnChannel
 from kvlink.transfer.nic_registration import NicRegistration, rdma_options, register_with_nics
 from kvlink.transfer.path_stats import AllPathStats
 from kvlink.transfer.planners import Planner, planners
@@ -125,6 +126,7 @@ class Engine:
         self.epoch = epoch
         self.worker_id = worker_id
         self.path_stats = AllPathStats()
+        self.channel = OwnChannel()
         self.closed, self._notify_lock = False, threading.Lock()
         self._notified: weakref.WeakSet[CompletionQueue] = weakref.WeakSet()
         self.lease_slots = config.lease_slots
@@ -263,6 +265,7 @@ class Engine:
                 os.eventfd_write(queue.fileno(), 1)
 
     def _close_core(self) -> None:
+        self.channel.close()  # it admits readers to the core
         if getattr(self, "_core", None) is not None:  # there is none before the constructor is done
             self._core.close()
 
@@ -278,7 +281,8 @@ class Engine:
 
     def _abandon(self) -> None:
         # The child has none of the threads. It must not use their locks or the parent's sockets.
-        _abandoned.append(self._core)
+        _abandoned.extend((self._core, self.channel))
+        self.channel = OwnChannel()
         self._core = None  # type: ignore[assignment]
         self.on_forked()
 
@@ -319,7 +323,7 @@ def error_of(failed: _core.Failure, where: str) -> KVLinkError:
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
-_abandoned: list[_core.Engine] = []
+_abandoned: list[object] = []
 
 
 def _after_fork_in_child() -> None:

@@ -37,6 +37,8 @@ class PathCounts(NamedTuple):
     """The number of valid transfers that could not be settled one-sidedly."""
     redone: int
     """The number of steps that a lane returned and that were repeated."""
+    rails_set_aside: int
+    """How often a pair of ports was set aside because it was far slower than its equals."""
     failed: Counter[str]
     """Failed transfers by the name of the exception. StaleBlocks counts stale reads that validation detected."""
     stale: Counter[tuple[bool, int]]
@@ -68,7 +70,7 @@ class AllPathStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats: dict[Path, _core.PathStats] = {}
-        self._gone: dict[Path, PathCounts] = {}
+        self._removed: dict[Path, PathCounts] = {}
         """The sums of the paths that made room, by transport."""
         self.live: Callable[[], Collection[Path]] = tuple
         """Returns the paths that are connected now."""
@@ -89,7 +91,7 @@ class AllPathStats:
         if oldest is None:
             return False
         counts, others = _read(self._stats.pop(oldest)), Path(OTHERS, oldest.transport)
-        self._gone[others] = counts.plus(self._gone[others]) if others in self._gone else counts
+        self._removed[others] = counts.plus(self._removed[others]) if others in self._removed else counts
         return True
 
     def path(self, worker_id: str, transport: str) -> Path:
@@ -117,14 +119,14 @@ class AllPathStats:
     def counts(self) -> dict[Path, PathCounts]:
         """Returns the counters of every path that was ever connected."""
         with self._lock:
-            by_path, gone = list(self._stats.items()), dict(self._gone)
+            by_path, removed = list(self._stats.items()), dict(self._removed)
         counts = {path: _read(stats) for path, stats in by_path}
-        for path, before in gone.items():
+        for path, before in removed.items():
             counts[path] = before.plus(counts[path]) if path in counts else before
         return counts
 
 
 def _read(stats: _core.PathStats) -> PathCounts:
     counts = stats.counts()
-    durations = (Durations(*row) for row in counts[8:])
-    return PathCounts(*counts[:6], Counter(counts[6]), Counter(counts[7]), *durations)
+    durations = (Durations(*row) for row in counts[9:])
+    return PathCounts(*counts[:7], Counter(counts[7]), Counter(counts[8]), *durations)

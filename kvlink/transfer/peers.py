@@ -56,6 +56,8 @@ class Peers:
     connects: SharedConnects = field(init=False)
     on_lost: Callable[[Peer], object] = lambda _: None
     """Called when settles that were queued may have died with a connection."""
+    on_opened: Callable[[Peer], object] = lambda _: None
+    """Called with each owner that gets connected."""
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
     _retiring: dict[asyncio.Task[None], Peer] = field(default_factory=dict)
     memory: PathMemory = field(default_factory=PathMemory)
@@ -301,6 +303,7 @@ class Peers:
                 self._retire(self._peers.pop(known))
         self._peers[key] = peer
         self._path_log.opened(peer)
+        self.on_opened(peer)
 
     def with_connection(self, token: int) -> list[Peer]:
         """Returns the owner to which a connection leads, also while that is being closed."""

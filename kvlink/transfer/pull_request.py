@@ -19,7 +19,7 @@ _ALL_LAYERS = (0, 2**32 - 1)
 _BLOCKS, _TOKENS = ReadyUnit.BLOCKS, ReadyUnit.TOKENS
 
 _BATCHES = 64
-"""A chain of n relays takes about 1 + n / 64 of the time of one pull. After each batch a pull waits for a look at the
+"""A chain of n relays takes about 1 + n / 64 of the time of one pull. After each batch a pull waits for a check of the
 slot of its owner, so more batches cost more of these waits."""
 _LEAST_BATCH_BYTES = 256 << 10
 

@@ -13,20 +13,23 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from kvlink import tracing
-from kvlink.config import WorkerConfig
+from kvlink.config import WorkerConfig, parse_channel
+from kvlink.config.addresses import numeric
 from kvlink.control import CoordinatorClient, Offer, Security, Session, SessionState, WorkerAgent
+from kvlink.control.codec import CARD
 from kvlink.control.overview import WorkerReport
 from kvlink.control.prefix_publisher import PrefixPublisher
 from kvlink.control.security import incarnation_of
 from kvlink.control.values import FoundPrefix, Prefix, PrefixQuery, WorkerEpoch
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.hardware.host_identity import this_host
+from kvlink.runtime.background import off_loop
 from kvlink.runtime.durations import Durations
 from kvlink.runtime.supervised import start_job, start_loop
 from kvlink.ticket import Ticket
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.path_log import log_start
-from kvlink.types import WorkerCard
+from kvlink.types import NativeChannel, WorkerCard
 from kvlink.worker.directory import ControlDirectory
 from kvlink.worker.port_events import PortLog
 from kvlink.worker.reachability import advertised_host, loopback_problem
@@ -61,7 +64,9 @@ class WorkerMembership:
         self._telling: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._ports: PortLog | None = None
-        self.directory = ControlDirectory(self._client, security)
+        self.directory = ControlDirectory(
+            self._client, security, lambda to, timeout_s: engine().channel.dial(to, timeout_s)
+        )
         self.claims = Durations()
         """The durations of claims that returned tickets, including the time that they waited."""
         self._publishing: list[tuple[CoordinatorClient, PrefixPublisher, asyncio.Task[None]]] = []
@@ -117,6 +122,7 @@ class WorkerMembership:
             layouts=engine.pool.groups,
             region_bytes=tuple(region.num_bytes for region in engine.pool.regions),
             transports=engine.cards(),
+            channel=await off_loop(self._channel, engine),  # it may ask a name server
         )
         if self._client is not None:
             self._client.act_as(self.secret)
@@ -126,10 +132,27 @@ class WorkerMembership:
             card = self._session.card
         self._card = card
         self._agent.publish(card)
+        if card.channel is not None:
+            engine.channel.publish(CARD.encode(card))
         log_start(worker_id, card.agent, card.transports)
         self._leave_ports()
         self._ports = PortLog(engine, worker_id)
         return card
+
+    def _channel(self, engine: Engine) -> NativeChannel | None:
+        """Listens for readers without gRPC, if that is configured. Raises ConfigError."""
+        config = self._config
+        port = parse_channel(config.channel)
+        if port is None:
+            return None
+        if self._security.keyring is not None:
+            raise ConfigError(
+                "KVLINK_CHANNEL: the native channel has no TLS; unset it, or the KVLINK_TLS_ files"
+            )
+        host = advertised_host(config)
+        self._security.allow_plaintext(host, f"KVLINK_CHANNEL={config.channel}: the native channel at {host}")
+        advertise = numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else ""
+        return engine.channel.listen(engine.core, config.host, port, advertise)
 
     @property
     def draining(self) -> bool:
@@ -142,6 +165,8 @@ class WorkerMembership:
             return
         self._card = replace(self._card, draining=True)
         self._agent.publish(self._card)
+        if self._card.channel is not None:
+            self._engine().channel.publish(CARD.encode(self._card))
         if self._session is not None:
             self._session.card = self._card  # a rejoin publishes it too
             self._telling = start_job("drain notice", self._tell(self._card))

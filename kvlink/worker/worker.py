@@ -20,6 +20,7 @@ from typing import Any
 from kvlink.config import WorkerConfig
 from kvlink.config.timeouts import checked
 from kvlink.control import ticket_signing
+from kvlink.control.codec import CARD
 from kvlink.errors import ConfigError, KVLinkError
 from kvlink.monitoring import metrics
 from kvlink.monitoring.worker_stats import Reporter, WorkerStats
@@ -106,6 +107,7 @@ class Worker:
             self.offers.in_background = bound(self._in_background, what="waiting for the device")
             self.offers.sign = self._sign if pool.model.number else self._signing
             self._peers = Peers(self._engine, self._membership.directory)
+            self._peers.on_opened = self._membership.directory.channels.opened
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
             self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
@@ -269,6 +271,23 @@ class Worker:
         if self._closed:
             raise ConfigError("this worker is closed")
         self._sources.release(parsed(ticket, request_id), self._timeout_s)
+
+    def sealed_card(self) -> bytes:
+        """Returns this worker's card for readers that are no part of its deployment, which give it to `add_card`.
+
+        It is secret: with `KVLINK_CHANNEL` set, whoever has it may connect.
+        """
+        return CARD.encode(self.card)
+
+    def add_card(self, card: bytes) -> WorkerCard:
+        """Makes an owner known that has a native channel and no agent, by its sealed card, and returns that card.
+
+        Tickets of the owner can be pulled from then on. Add its new card when it has restarted. Raises ConfigError.
+        """
+        return self._control.run(self._add_card(card), _JOIN_S)
+
+    async def _add_card(self, card: bytes) -> WorkerCard:
+        return self._membership.directory.channels.add(card)
 
     def connect(self, ticket: Ticket, timeout_s: float = 5.0) -> Peer | None:
         """Connects before the first pull. Returns None if this rank reads nothing there. Raises KVLinkError."""

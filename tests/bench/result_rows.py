@@ -62,7 +62,7 @@ def rows(scale: float = 1.0) -> list[dict[str, Any]]:
         for number, value in ((1, 2.0), (8, 0.0), (64, 9.0))
     ]
     exponent = {"exponent": 0.36, "to": 64, "needs": "at most 1.25", "holds": True}
-    found.append({"kind": "growth", "of": "peers", "cost": EVIL, **exponent})
+    found.append({"kind": "exponent", "of": "peers", "cost": EVIL, **exponent})
     found.append({"kind": "control", "what": EVIL, "workers": 2, "p50_us": 500.0, "coordinator_cpu_us": 80.0})
     return found
 

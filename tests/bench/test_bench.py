@@ -228,6 +228,41 @@ def test_requests_of_several_slots_keep_their_blocks_apart(transport: str) -> No
     assert (row["verified"], row["compared"], row["transfers"]) == (None, 4, 30)
 
 
+def beside_row(monkeypatch: pytest.MonkeyPatch, transport: str) -> dict[str, Any]:
+    monkeypatch.setattr(rank_handoffs, "_MOST_BATCHES", 1)
+    cold, _, row = migrate.rows("qwen3-8b", 40, transport, tp="8", iters=2, beside="cpu")
+    assert (cold["kind"], row["kind"]) == ("cold", "beside")
+    return row
+
+
+@pytest.mark.parametrize("transport", HERE)
+def test_handoffs_beside_a_loop_are_compared_with_those_without(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = beside_row(monkeypatch, transport)
+    assert (row["compute"], row["tokens"], row["iters"], row["failed"]) == ("cpu", 40, 64, 0)
+    assert (row["verified"], row["compared"]) == (True, 128), "those alone are compared, too"
+    assert row["ratio"] == pytest.approx(row["p50_us"] / row["alone_us"])
+    assert row["step_ratio"] == pytest.approx(row["step_us"] / row["step_alone_us"])
+    assert row["steps"] > 0
+
+
+def test_wrong_bytes_and_failures_beside_a_loop_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@100")
+    wrong = beside_row(monkeypatch, "fault+loopback")
+    assert (wrong["verified"], results.fails(wrong)) == (False, True)
+    monkeypatch.setenv("KVLINK_FAULT", "fail-data@100..101")
+    failed = beside_row(monkeypatch, "fault+loopback")
+    assert failed["failed"] > 0
+    assert results.fails(failed)
+    assert failed["compared"] + failed["failed"] == 128
+
+
+def test_a_loop_needs_requests_that_come_alone() -> None:
+    with pytest.raises(ConfigError, match="omit --rate, --speed and --slots"):
+        next(migrate.rows("qwen3-8b", 40, "loopback", beside="cpu", slots=2))
+
+
 def test_several_prefills_hand_off_to_one_decode() -> None:
     row = moved("qwen3-8b", 40, "loopback", tp="8", iters=6, prefills=3)
     assert (row["verified"], row["compared"], row["prefills"]) == (True, 6, 3)

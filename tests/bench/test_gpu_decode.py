@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop like decoding that `kvlink bench gpu` runs beside pulls, with other work in place of a GPU's."""
+"""The loop like decoding that runs beside pulls and handoffs, with other work in place of matrix products."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from kvlink.benchmarks.measurements.gpu_decode import compared, times_us
-from kvlink.errors import TransferError
+from kvlink.benchmarks.measurements.decode_loop import Loop, step_on, times_us
+from kvlink.benchmarks.measurements.gpu_decode import compared
+from kvlink.errors import ConfigError, TransferError
 
 
 def test_a_token_lasts_from_the_end_of_the_one_before_it() -> None:
@@ -42,3 +43,39 @@ def test_a_pull_that_fails_fails_the_measurement() -> None:
 
     with pytest.raises(TransferError, match="the owner is gone"):
         list(compared(lambda: None, pull, 5))
+
+
+def test_a_loop_runs_on_a_thread_of_its_own_until_the_work_beside_it_is_done() -> None:
+    threads: set[int] = set()
+    steps = threading.Semaphore(0)
+
+    def step() -> None:
+        threads.add(threading.get_ident())
+        steps.release()
+
+    with Loop(step) as loop:
+        for _ in range(20):
+            steps.acquire()
+    ended = len(loop.times_us)
+    assert ended >= 18, (
+        "neither the step that began before the entry counts, nor one that ended after the exit"
+    )
+    assert threading.get_ident() not in threads
+    assert len(threads) == 1
+    assert not steps.acquire(blocking=False) or len(loop.times_us) == ended
+
+
+def test_a_step_that_fails_fails_the_measurement_after_the_work_beside_it() -> None:
+    def step() -> None:
+        raise ConfigError("no device")
+
+    done = []
+    with pytest.raises(ConfigError, match="no device"), Loop(step):
+        done.append(True)
+    assert done == [True]
+
+
+def test_a_step_on_the_cpu_multiplies_and_others_are_refused() -> None:
+    step_on("cpu")()
+    with pytest.raises(ConfigError, match="write cpu or gpu"):
+        step_on("tpu")

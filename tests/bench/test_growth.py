@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvlink.benchmarks import app
 from kvlink.benchmarks.harness.results import fails
 from kvlink.benchmarks.measurements import growth
 
@@ -62,6 +64,21 @@ def test_a_step_may_be_as_steep_as_that_of_the_bare_copy() -> None:
     assert verdict({n: us * n for n, us in pull.items()}, copy)["holds"] is False
     [rows] = growth.parts([growth.Growth("n", BLOCKS, lambda n: {"bare": copy[n]}, "bare")])
     assert "holds" not in [*rows][-1], "the machine is not judged"
+
+
+@pytest.mark.parametrize(("power", "holds", "code"), [(1, "yes", 0), (2, "no", 1)])
+def test_the_command_says_what_holds_in_eighty_columns(
+    power: int, holds: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = growth.Growth(
+        "prefixes of the directory", [1, 10, 100], lambda n: {"publish_all_cpu_ms": 2.0 * n**power}
+    )
+    monkeypatch.setattr(growth, "GROWTHS", [of])
+    monkeypatch.setenv("COLUMNS", "80")
+    done = CliRunner().invoke(app, ["growth"])
+    assert done.exit_code == code
+    verdict = next(line for line in reversed(done.output.splitlines()) if "publish_all" in line)
+    assert verdict.split()[-3:] == [str(power), holds, "100"]
 
 
 @pytest.mark.verify

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path as File
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,10 +16,10 @@ from typer.testing import CliRunner
 
 from kvlink.benchmarks.harness.results import read_rows
 from kvlink.benchmarks.prediction.calibration import (
-    CONTROL_US,
+    Control,
     Fit,
     Sample,
-    control_us_of,
+    control_of,
     cross_validated,
     fit,
     samples_of,
@@ -137,21 +138,44 @@ def test_the_published_table_comes_out_within_a_tenth() -> None:
     assert max(map(abs, errors)) < 0.10
 
 
-def test_every_prediction_has_the_control_plane_and_an_error(tmp_path: File) -> None:
-    done = CliRunner().invoke(app, ["--tokens", "16", "--tp", "2:4", "--pp", "2:1", "--json"])
-    assert done.exit_code == 0, done.output
-    rows = [row for row in map(json.loads, done.output.splitlines()) if row["kind"] == "prediction"]
-    assert {row["control_ms"] for row in rows} == {CONTROL_US / 1e3}
-    for row in rows:
-        assert row["ms_from"] < row["ms"] < row["ms_to"]
-        assert row["ms"] > row["control_ms"]
-        assert row["error_of"] == "assumed"
+def migrated(claim_us: float, **more: Any) -> dict[str, Any]:
+    parts = {
+        name: {"p50_low_us": 0.9 * us, "p50_us": us, "p50_high_us": 1.2 * us}
+        for name, us in (("offer", 100.0), ("claim", claim_us), ("validate", 2.0), ("settle", 3.0))
+    }
+    return {
+        "kind": "migrate", "slots": 1, "parts": parts, **{f"{name}_us": part["p50_us"] for name, part in parts.items()}
+    } | more  # fmt: skip
+
+
+def test_a_prediction_has_a_control_plane_if_one_was_measured_and_an_error(tmp_path: File) -> None:
+    options = ["--tokens", "16", "--tp", "2:4", "--pp", "2:1", "--json"]
+    measured = results(tmp_path)
+    with measured.open("a") as more:
+        more.write("\n" + json.dumps(migrated(700)))
+    for calibrated in ([], ["--calibrate", str(measured)]):
+        done = CliRunner().invoke(app, [*options, *calibrated])
+        assert done.exit_code == 0, done.output
+        rows = [row for row in map(json.loads, done.output.splitlines()) if row["kind"] == "prediction"]
+        assert {row["control_ms"] for row in rows} == {0.805 if calibrated else None}
+        for row in rows:
+            assert row["ms_from"] < row["ms"] < row["ms_to"]
+            assert row["ms"] > (row["control_ms"] or 0)
+            assert row["error_of"] == ("other shapes" if calibrated and row["path"] == "tcp" else "assumed")
+    tcp = next(row for row in rows if row["path"] == "tcp")
+    assert tcp["ms_to"] - tcp["ms"] == pytest.approx(0.2 * 0.805), (
+        "the fit has no error here, the handoffs have"
+    )
+    assert tcp["ms"] - tcp["ms_from"] == pytest.approx(0.1 * 0.805)
 
 
 def test_the_control_plane_is_that_of_measured_handoffs_one_at_a_time() -> None:
-    row = {"kind": "migrate", "slots": 1, "offer_us": 100, "claim_us": 700, "validate_us": 2, "settle_us": 3}
-    assert control_us_of([row, row | {"slots": 4, "claim_us": 1e6}, row | {"claim_us": 900}]) == 905
-    assert control_us_of([]) == CONTROL_US
+    rows = [migrated(700), migrated(1e6, slots=4), migrated(900)]
+    assert control_of(rows) == pytest.approx(Control(905, 0.9 * 805, 1.2 * 1005))
+    assert control_of([]) is None
+    few = migrated(700)
+    few["parts"]["claim"]["p50_high_us"] = None
+    assert control_of([few]) == pytest.approx(Control(805, 402.5, 1610)), "four requests bound no median"
 
 
 def test_the_ends_of_an_error_hold_every_sample() -> None:
@@ -232,7 +256,7 @@ def test_results_calibrate_their_transport(tmp_path: File) -> None:
     assert (fitted["transport"], round(fitted["gib_per_s"], 3), fitted["samples"]) == ("tcp", 3, len(SHAPES))
     assert fitted["worst_error"] < 1e-6
     tcp = next(row for row in rows if row["path"] == "tcp")
-    assert tcp["ms"] - tcp["control_ms"] == pytest.approx(0.035 + 36 * 2 * 64 * 1e-4 + 144 / 1024 / 3 * 1e3)
+    assert tcp["ms"] == pytest.approx(0.035 + 36 * 2 * 64 * 1e-4 + 144 / 1024 / 3 * 1e3)
 
 
 @pytest.mark.parametrize("text", ["{", '{"transport": "tcp", "block_bytes": 1, "p50_us": 1}', "", '{"a": 1}'])

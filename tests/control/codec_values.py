@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvlink.control.codec import CARD, AgentCalls, Codec, CoordinatorCalls, Method
 from kvlink.control.limits import (
+    MAX_CHANNEL_ADDRESSES,
     MAX_CONNECTION_ID,
     MAX_HELLOS,
     MAX_LEASE_KEYS,
@@ -49,7 +50,7 @@ from kvlink.control.values import (
     WorkerEpoch,
 )
 from kvlink.layout import Geometry, Order, dense
-from kvlink.types import HostIdentity, Joined, TransportCard, WorkerCard, WorkerChange
+from kvlink.types import HostIdentity, Joined, NativeChannel, TransportCard, WorkerCard, WorkerChange
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -57,6 +58,13 @@ PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 NAMES = st.text(PRINTABLE, min_size=1, max_size=MAX_NAME_BYTES // 4)
 BLOBS = st.binary(max_size=80)
 SECONDS = st.floats(0.001, 3600.0)
+CHANNELS = st.builds(
+    NativeChannel,
+    st.lists(NAMES, min_size=1, max_size=MAX_CHANNEL_ADDRESSES).map(tuple),
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=32, max_size=32),
+    U32,
+)
 WORKERS = st.builds(WorkerEpoch, NAMES, U64)
 SETTLES = st.builds(SettleOrder, NAMES, U64, U32, U64)
 # The overview is large, and drawing names at length takes seconds.
@@ -151,16 +159,18 @@ def cards(draw: st.DrawFn) -> WorkerCard:
     )
     keys = st.lists(BLOBS, max_size=3).map(tuple)
     transports = st.builds(TransportCard, NAMES, BLOBS, keys, LEASE_KEYS, NAMES, st.booleans())
+    channel = draw(st.none() | CHANNELS)
     return WorkerCard(
         worker_id=draw(NAMES),
         epoch=draw(U64),
         incarnation=draw(st.binary(min_size=16, max_size=16)),
-        agent=draw(NAMES),
+        agent=draw(NAMES) if channel is None else draw(NAMES | st.just("")),
         host=draw(st.builds(HostIdentity, NAMES, U64, U64, U32, U32)),
         layouts=(layout,) * draw(st.integers(1, 3)),
         region_bytes=tuple(draw(st.lists(U64, max_size=4))),
         transports=tuple(draw(st.lists(transports, max_size=4))),
         draining=draw(st.booleans()),
+        channel=channel,
     )
 
 
@@ -168,7 +178,10 @@ REFUSED = st.builds(RefusedHandoff, st.sampled_from(HandoffKind), U64, st.just("
 CHANGES = st.builds(WorkerChange, st.sampled_from(Joined), cards())
 EXAMPLES: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (CARD, cards()),
-    (CoordinatorCalls.JOIN.request, st.builds(JoinRequest, cards(), st.booleans())),
+    (
+        CoordinatorCalls.JOIN.request,
+        st.builds(JoinRequest, cards().filter(lambda card: card.agent), st.booleans()),
+    ),
     (CoordinatorCalls.JOIN.reply, st.builds(Membership, U64, SECONDS, SECONDS)),
     (CoordinatorCalls.KEEP_ALIVE.request, BEATS),
     (CoordinatorCalls.KEEP_ALIVE.reply, st.builds(Push, st.sampled_from(PushKind), U32, U64)),

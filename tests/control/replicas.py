@@ -36,7 +36,7 @@ class Replica:
             self.go_on()
 
     def go_on(self) -> None:
-        """It reads what came while it stood still."""
+        """It reads what came while it was stopped."""
         self.hangs = False
         for stream in self._unread:
             self.beaten.append(asyncio.get_running_loop().time())

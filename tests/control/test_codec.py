@@ -48,11 +48,13 @@ from kvlink.control.values import (
     Claim,
     ConnectRequest,
     HandoffBatch,
+    JoinRequest,
     SettleOrder,
     WorkerEpoch,
 )
 from kvlink.errors import ConfigError
 from kvlink.layout import Plane
+from kvlink.types import NativeChannel
 from kvlink.v1 import agent_pb2, card_pb2, coordinator_pb2, overview_pb2, prefixes_pb2, record_pb2
 
 
@@ -107,6 +109,7 @@ def test_noise_raises_nothing_but_config_error(blob: bytes, method: Method[Any, 
 
 
 OFFER, CLAIM = make_offer("r"), Claim("r", 1.0)
+NATIVE = dataclasses.replace(make_card(), agent="", channel=NativeChannel(("a:1",), bytes(16), bytes(32)))
 REPORT, LINK = WorkerReport(), LinkReport("w", "tcp")
 
 
@@ -135,6 +138,19 @@ REPORT, LINK = WorkerReport(), LinkReport("w", "tcp")
             Beat("w", 1, REPORT._replace(failures=(FailureCount("é" * 33, 1),))),
             "bytes of a reason",
         ),
+        (CARD, dataclasses.replace(make_card(), agent=""), "agent"),
+        (
+            CARD,
+            dataclasses.replace(make_card(), channel=NativeChannel((), bytes(16), bytes(32))),
+            "addresses",
+        ),
+        (
+            CARD,
+            dataclasses.replace(make_card(), channel=NativeChannel(("",), bytes(16), bytes(32))),
+            "address",
+        ),
+        (CARD, dataclasses.replace(NATIVE, channel=NativeChannel(("a:1",), bytes(16), bytes(31))), "secret"),
+        (CoordinatorCalls.JOIN.request, JoinRequest(NATIVE), "agent"),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", []), "hellos"),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [b""] * (MAX_HELLOS + 1)), "hellos"),
         (AgentCalls.CONNECT.request, ConnectRequest("w", 1, "tcp", [bytes(MAX_OPAQUE_BYTES + 1)]), "a hello"),
@@ -353,7 +369,7 @@ print(max(resident(), highest()) - before)
 
 
 def test_eight_hostile_batches_take_no_memory() -> None:
-    """In a process of its own: what others took and gave back does not count."""
+    """In a process of its own: what others took and freed does not count."""
     grown = int(
         subprocess.run([sys.executable, "-c", _EIGHT], check=True, capture_output=True, text=True).stdout
     )

@@ -145,7 +145,7 @@ async def test_a_process_at_the_address_of_another_is_asked_for(
         return first if answers == "the first" else newcomer
 
     monkeypatch.setattr(incumbents, "_OWN_ANSWER_S", 0.0 if answers == "nobody yet" else 30.0)
-    deciding = Incumbents(await started_store(first), Security(), ask).check_gone(newcomer)
+    deciding = Incumbents(await started_store(first), Security(), ask).check_ended(newcomer)
     with pytest.raises(RefusedError, match="runs already") if is_taken else nullcontext():
         await deciding
 
@@ -154,7 +154,7 @@ async def test_a_process_that_comes_back_asks_nobody() -> None:
     async def ask(address: str, tenant: str, waits: bool) -> WorkerCard:
         raise AssertionError
 
-    await Incumbents(await started_store(), Security(), ask).check_gone(make_card())
+    await Incumbents(await started_store(), Security(), ask).check_ended(make_card())
 
 
 async def test_a_restart_on_a_fixed_port_joins_although_its_own_agent_answers(
@@ -192,7 +192,7 @@ async def test_who_does_not_answer_in_time_has_lost_the_name() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    await Incumbents(await started_store(), Security(), silent, answer_s=0.0).check_gone(second())
+    await Incumbents(await started_store(), Security(), silent, answer_s=0.0).check_ended(second())
 
 
 async def test_an_agent_that_is_starting_is_asked_again(client: CoordinatorClient) -> None:

@@ -58,7 +58,7 @@ async def hand_off(session: Session, readers: list[CoordinatorClient], name: str
 
 
 async def grow_old(cluster: RestorableEtcd) -> None:
-    """Makes revisions, which coordinators hear of, that an emptied etcd does not reach within the test."""
+    """Makes revisions, which coordinators receive, that an emptied etcd does not reach within the test."""
     etcd = Etcd(cluster.addresses)
     for _ in range(_REVISIONS // 100):
         txn = pb.TxnRequest(success=[put(Keys("wiped").pulse, b"")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator stands still for two leases: its idle workers and their tickets are at the other one in time."""
+"""A coordinator is stopped for two leases: its idle workers and their tickets are at the other one in time."""
 
 from __future__ import annotations
 

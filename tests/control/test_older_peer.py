@@ -91,7 +91,7 @@ async def test_our_client_gets_on_with_an_older_server(older: Older, name: str, 
 
 
 async def against_older_client(older: Older, name: str, address: str) -> int:
-    """Says what the older client said and compares what it hears. Returns the number of messages compared."""
+    """Says what the older client said and compares what it receives. Returns the number of messages compared."""
     num_compared = 0
     async with raw_channel(address) as channel:
         calls: dict[int, Any] = {}

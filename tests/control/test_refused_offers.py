@@ -368,7 +368,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[CoordinatorCli
 async def deaf(
     client: CoordinatorClient, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[HandoffStream, list[object]]]:
-    """A stream that does not look at the results that it receives."""
+    """A stream that does not check the results that it receives."""
     async with client.handoffs() as stream:
         unread: list[object] = []
         patch.setattr(stream, "_resolve", unread.append)

@@ -264,6 +264,10 @@ def test_settings_go_together(pki: Pki) -> None:
     ca, cert, key = map(str, pki.files("worker", [ACME]))
     with pytest.raises(ConfigError, match="set all of them or none"):
         Security.of(WorkerConfig(tls_ca=ca, tls_cert=cert))
+    with pytest.raises(
+        ConfigError, match=r"cannot read /nowhere/x: No such .* \(KVLINK_TLS_CA, _CERT, _KEY\)"
+    ):
+        Security.of(WorkerConfig(tls_ca=ca, tls_cert="/nowhere/x", tls_key=key))
     with pytest.raises(ConfigError, match=r"cannot read the token in token \(KVLINK_TOKEN_FILE\)"):
         Security.of(WorkerConfig(token_file="token"))
     with pytest.raises(ConfigError, match=r"--tenants t\.json has no effect without TLS"):
@@ -510,7 +514,7 @@ def test_a_worker_with_certificates_wants_ticket_keys_or_to_be_told(made: list[d
         assert not unsigned.offer("r", [1]).signature
 
 
-def test_the_doctor_looks_at_certificates(made: list[dict[str, str]], tmp_path: Path) -> None:
+def test_the_doctor_checks_certificates(made: list[dict[str, str]], tmp_path: Path) -> None:
     def evidence(**env: str) -> tuple[Verdict, str, str]:
         (check,) = certificates.checks(env)
         return check.verdict, check.evidence, check.fix

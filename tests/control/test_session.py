@@ -464,7 +464,7 @@ class Peer:
         return b""
 
     def pings(self, count: int) -> None:
-        """Sends so many at once, as a server that stood still finds them."""
+        """Sends so many at once, as a server that was stopped finds them."""
         self.send(*(frame(_PING, body=number.to_bytes(8, "big")) for number in range(count)))
 
 

@@ -38,7 +38,7 @@ from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import TenantStores, stores
 from kvlink.errors import AccessDenied, ConfigError, UnknownRequest
 from kvlink.monitoring.fleet_view import plain
-from kvlink.types import Joined
+from kvlink.types import Joined, NativeChannel
 
 
 @pytest.fixture
@@ -154,7 +154,8 @@ async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coor
     """As `kvlink status` with the coordinator's own certificate."""
     for number, tenant in enumerate(("acme", "other")):
         async with CoordinatorClient(coordinator.address, security=pki.worker(tenant)) as client:
-            await client.join(make_card(f"of {tenant}", process=number))
+            card = make_card(f"of {tenant}", process=number)
+            await client.join(replace(card, channel=NativeChannel(("10.0.0.1:1",), bytes(16), bytes(32))))
             await client.offer(make_offer("r", f"of {tenant}"))
     async with CoordinatorClient(coordinator.address, security=pki.coordinator()) as observer:
         status = await observer.status()
@@ -162,6 +163,7 @@ async def test_a_coordinator_counts_all_tenants_and_shows_no_keys(pki: Pki, coor
         cards = {card.worker_id: card for card in await observer.workers()}
         assert set(cards) == {"of acme", "of other"}
         shown = cards["of acme"].transports
+        assert cards["of acme"].channel is None
         assert [(way.name, way.address, way.pool_keys, way.lease_keys) for way in shown] == [
             ("shm", b"", (), ()),
             ("tcp", b"", (), ()),

@@ -490,7 +490,7 @@ def test_a_proof_is_good_for_its_port_alone(token: SharedToken, clock: Clock) ->
 
 
 def test_a_proof_is_of_no_use_at_a_server_that_listened_later(token: SharedToken, clock: Clock) -> None:
-    """Another user may have had the port, and have heard it there."""
+    """Another user may have had the port, and have received it there."""
     proof = Prover(token, 7400, clock)().sent
     clock.now += 0.001
     server = Verifier(token, clock)

@@ -124,7 +124,7 @@ class Ledger:
             if each.acked_at <= asked.at and each.acked_in == asked.era == self.era:
                 self.violated(f"a claim of {asked.request_id} got a ticket that had been replaced")
 
-    def given_back(self, asked: Asked) -> None:
+    def released(self, asked: Asked) -> None:
         """By a reader that withdraws its claim."""
         for key in [key for key, holder in self._given.items() if holder.claim_id == asked.claim_id]:
             del self._given[key]

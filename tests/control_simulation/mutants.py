@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The twelve that were planted from outside.
     Mutant(
         "1 c1",
-        "tickets are given back by whoever names them",
+        "tickets are released by whoever names them",
         f"{_STORE}.pending_offers",
         " or claim.reader not in given.served or claim.claim_id not in given.claim_ids",
         "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one seed: rounds of faults, each followed by two leases of peace and a look at everything."""
+"""Runs one seed: rounds of faults, each followed by two leases of peace and a check of everything."""
 
 from __future__ import annotations
 

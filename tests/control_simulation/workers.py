@@ -304,7 +304,7 @@ class Worker:
                     claim = Claim(request_id, 5.0, claim_id=asked.claim_id)
                     self._ledger.claimed(asked, await stream.claim(claim))
                     await meanwhile()
-                    self._ledger.given_back(asked)
+                    self._ledger.released(asked)
                     stream._batch(None).add_withdrawn(0)
                     stream._work.set()
                     await asyncio.sleep(0.5)

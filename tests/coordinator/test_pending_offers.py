@@ -194,7 +194,7 @@ def test_what_is_offered_again_is_what_a_claim_gets() -> None:
     assert offers.take(claim) is None, "one rank of two"
     offer(1, b"b")
     assert offers.take(claim) == [b"a", b"b"]
-    offer(1, b"b")  # its owner did not hear the answer
+    offer(1, b"b")  # its owner did not receive the answer
     assert offers.take(claim) == [b"a", b"b"]
     assert offers.num_tickets == 0
     offer(0, b"c")

@@ -7,6 +7,8 @@ import re
 
 from docs.blocks import HOW, PAGES, ROOT, RUNS, SERVED, blocks, how
 
+_TOLD = (".py", ".service", ".conf", ".yaml")
+
 
 def test_each_block_is_run_or_says_why_not() -> None:
     wrong = []
@@ -43,5 +45,20 @@ def test_no_page_installs_kvlink_from_an_index() -> None:
         for path in PAGES
         for line in path.read_text().splitlines()
         if install.search(line) and not re.search(r"do not run|would install|is installed", line)
+    ]
+    assert not lines
+
+
+def test_no_message_and_no_unit_installs_kvlink_from_an_index() -> None:
+    """An extra is added to the kvlink that is installed already, so that pip takes kvlink from nowhere."""
+    install = re.compile(r"pip install [^`#&\n]*(?<![./\w])'?kvlink\b(?!\[)|/pip install [^\n]*'kvlink\b")
+    files = [
+        path
+        for room in ("kvlink", "integrations")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in _TOLD
+    ]
+    lines = [
+        (path.name, line) for path in files for line in path.read_text().splitlines() if install.search(line)
     ]
     assert not lines

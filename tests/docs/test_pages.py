@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvlink
 from kvlink import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,12 +82,41 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     assert listed == Counter(there)
 
 
-def test_each_error_has_a_section() -> None:
-    public = [
-        name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)
+def test_each_public_name_is_in_the_reference() -> None:
+    """Users find an example there of each that they call or build themselves."""
+    page = (DOCS / "reference" / "python-api.md").read_text()
+    listed = set(re.findall(r"^\.\. auto\w+:: kvlink\.(\w+)$", page, re.MULTILINE))
+    shown = "".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    names = set(kvlink.__all__) - {each.__name__ for each in public_errors()} - {"StaleReason", "__version__"}
+    assert listed == names
+    returned = {"KVLayout", "PathTaken", "PreparedPull", "PrefixChoice", "Pull", "PullStats", "Relay"}
+    returned |= {"ReadyUnit", "SharedPrefix", "Termination", "errors"}
+    assert {name for name in names if not re.search(rf"\bkvlink\.{name}\b", shown)} == returned
+
+
+def public_errors() -> list[type[errors.KVLinkError]]:
+    return [
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.KVLinkError)
     ]
+
+
+def test_each_error_has_a_section() -> None:
+    public = [each.__name__ for each in public_errors()]
     found = re.findall(r"^## (\w+)$", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE)
-    assert set(public) - {"KVLinkError", "CoordinatorError", "TransferError"} == set(found)
+    assert sorted(public) == sorted(found)
+
+
+def test_a_traceback_ends_with_the_section_of_its_error(tmp_path: Path) -> None:
+    class Own(errors.StaleBlocks):
+        """Another package defines it."""
+
+    for error in (*(each("why") for each in public_errors()), Own("why")):
+        assert str(error) == "why"
+        (note,) = error.__notes__
+        (tmp_path / "page.md").write_text(f"[it]({ROOT}/{note.rpartition(' ')[2]})")
+        assert broken(tmp_path / "page.md") == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -46,6 +46,20 @@ def test_the_charts_are_drawn_from_the_figures(tmp_path: Path) -> None:
     assert not old, "run kvlink report --chart docs/benchmarks/figures docs/benchmarks/figures/*.json"
 
 
+def test_the_picture_shows_what_servers_use_and_no_limit_that_is_slower() -> None:
+    panels = json.loads((ROOT / "docs/benchmarks/figures/peers.json").read_text())["panels"]
+    first = {name for name, *_ in panels[0]["bars"]}
+    assert ("memory of an engine" in panels[0]["title"], first >= {"kvlink (cma)", "NIXL", "UCX"}) == (
+        True,
+        True,
+    )
+    for panel in panels:
+        times = {
+            kind: [value for _, value, each in panel["bars"] if each == kind] for kind in ("ours", "limit")
+        }
+        assert all(limit < own for limit in times["limit"] for own in times["ours"])
+
+
 def test_what_is_no_summary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text('{"panels": [{"title": "t", "bars": [["a", "b"]]}]}')
     command = [

@@ -20,6 +20,11 @@ import words
         "Handover",
         "hand-offs",
         "as ever",
+        "gives it back",
+        "given back",
+        "hears",
+        "stood still",
+        "looked at",
     ],
 )
 def test_a_word_of_the_list_is_found(word: str) -> None:

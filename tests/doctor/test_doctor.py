@@ -30,7 +30,7 @@ def write(root: Path, path: str, text: str) -> None:
 
 @pytest.fixture
 def lowered_limit() -> Iterator[None]:
-    """The soft limits that the doctor looks at, lowered; the hard ones stay."""
+    """The soft limits that the doctor checks, lowered; the hard ones stay."""
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
     before = {kind: resource.getrlimit(kind) for kind in kinds}
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[resource.RLIMIT_NOFILE][1]))

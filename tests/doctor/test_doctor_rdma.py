@@ -50,6 +50,30 @@ def test_a_machine_without_a_device_gets_two_lines(root: FakeRoot) -> None:
     assert checks[0].evidence == "absent: no RDMA device"
 
 
+def test_interfaces_of_one_network_answer_for_their_own_addresses_alone(root: FakeRoot) -> None:
+    root.nic("mlx5_0")
+    root.nic("mlx5_1", "0000:42:00.0", netdev="eth1")
+
+    def arp(address: str) -> Check | None:
+        shown = "".join(
+            f"2: {name} inet {ip}/16 scope global\n"
+            for name, ip in [("eth0", "10.1.0.1"), ("eth1", address), ("lo", "10.1.0.9")]
+        )
+        checks = rdma.checks(root.path, nics(root), {}, lambda *command: shown if command[0] == "ip" else "")
+        return next((check for check in checks if check.name == "rdma arp"), None)
+
+    assert arp("10.2.0.1") is None
+    assert (check := arp("10.1.0.2")) is not None
+    assert check.verdict is WARN
+    assert check.evidence == "eth0, eth1 are in 10.1.0.0/16"
+    assert "net.ipv4.conf.eth1.arp_announce=2" in check.fix
+    root.write("proc/sys/net/ipv4/conf/all/arp_ignore", "1")
+    for netdev in ("eth0", "eth1"):
+        root.write(f"proc/sys/net/ipv4/conf/{netdev}/arp_announce", "2")
+    assert (check := arp("10.1.0.2")) is not None
+    assert check.verdict is PASS
+
+
 def test_every_check_of_a_machine_with_a_device(root: FakeRoot) -> None:
     root.nic("mlx5_0")
     names = [check.name for check in examine(root.path, {})]

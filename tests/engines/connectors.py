@@ -53,7 +53,7 @@ def pair_of(
     **extra: Any,
 ) -> Iterator[Pair]:
     """Starts both servers, ends those that are there in the end. Each has computed once: the first forward of several
-    ranks compiles for many seconds, in which all stands still.
+    ranks compiles for many seconds, in which nothing else runs.
 
     tp: tensor parallelism of prefill and decode. coordinated: with a coordinator, which kvlink's connector needs for
     handoffs in parts. call_times: a folder where each server writes down what the connector's calls take, in a file

@@ -97,7 +97,7 @@ def prefill_restarted(pair: Pair, references: References) -> Answer:
 
 
 def play(scenario: Scenario, pair: Pair, references: References) -> Outcome:
-    """Runs one, on servers whose prefix caches are empty, and looks at who noticed."""
+    """Runs one, on servers whose prefix caches are empty, and checks who noticed."""
     pair.forget()
     before = {name: _alarms(server) for name, server in _sides(pair).items()}
     expected = _expected(scenario, references)

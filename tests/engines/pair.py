@@ -112,7 +112,7 @@ class Pair:
         return self.decode.metric(_LOADS[self.connector])
 
     def usage(self, server: Server) -> float:
-        """Fraction of its blocks in use. A small request first: the gauge stands still while nothing runs."""
+        """Fraction of its blocks in use. A small request first: the gauge does not change while nothing runs."""
         assert self.ask(server, prompt("usage", 3), 2).status == 200
         return server.metric("vllm:kv_cache_usage_perc")
 

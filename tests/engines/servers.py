@@ -33,7 +33,7 @@ STEADY_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
-"""For servers whose memory is looked at: freed buffers are given back. By itself glibc keeps tens of MiB of them."""
+"""For servers whose memory is measured: buffers are freed to the kernel. By itself glibc keeps tens of MiB of them."""
 
 
 class ServerFailed(Exception):

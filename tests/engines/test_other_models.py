@@ -116,7 +116,7 @@ def test_vllm_reloads_other_weights_while_it_runs() -> None:
         _check(own_prefill, decode, "llama", "")
         for server, is_taken in ((decode, 0), (own_prefill, 1)):
             assert post(f"{server.url}/collective_rpc", reload)[0] == 200
-            ask(server.url, "llama", prompt("a step", 3), 1)  # the scheduler hears of it with the next step
+            ask(server.url, "llama", prompt("a step", 3), 1)  # the scheduler learns of it with the next step
             post(f"{server.url}/reset_prefix_cache", {})
             tokens = prompt(f"reloaded {is_taken}", 300)
             loads = decode.metric("vllm:kvlink_transfer_seconds_count")

@@ -54,7 +54,7 @@ def waiting_at(
     """Sends a request to a paused server. Returns once it waits there."""
 
     asked = clients.submit(lambda: pair.ask(server, tokens, kv_transfer_params=handoff))
-    time.sleep(1)  # the metrics of a paused engine stand still
+    time.sleep(1)  # the metrics of a paused engine do not change
     assert not asked.done()
     return asked
 
@@ -128,7 +128,7 @@ def test_a_reset_ends_the_leases_of_a_pause_that_waits(
     assert took_s < LEASE_S
 
 
-def test_a_pause_of_decode_gives_back_what_waits_there(
+def test_a_pause_of_decode_releases_what_waits_there(
     pair: Pair, references: References, clients: ThreadPoolExecutor
 ) -> None:
     """Its cache is cleared, so what prefill computed before is not used after."""

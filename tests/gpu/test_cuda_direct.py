@@ -135,7 +135,7 @@ def test_scattered_blocks_land_where_they_belong(start_owner: Callable[..., Pool
         assert torch.equal(here[:, rest], old[:, rest])
 
 
-def test_blocks_that_were_given_back_are_never_used(start_owner: Callable[..., PoolOwner]) -> None:
+def test_blocks_that_were_released_are_never_used(start_owner: Callable[..., PoolOwner]) -> None:
     pool_owner = start_owner("kvlink", 5)
     with Worker(cuda_pool(6), "reader", config=WorkerConfig.from_env(**CONFIG)) as reader:
         for count in range(20):

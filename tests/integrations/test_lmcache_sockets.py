@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The channel between LMCache's servers: who has no secret of an end is told nothing by it, and is not heard.
+"""The channel between LMCache's servers: who has no secret of an end gets no data, and no message of theirs is read.
 
 The tests need pyzmq, which comes with LMCache.
 """
@@ -33,7 +33,7 @@ MINUTE_S = 60
 
 
 class Heard:
-    """The owner's answers, and the messages that it has heard."""
+    """The owner's answers, and the messages that it has received."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []

@@ -118,7 +118,7 @@ def end_at_decode(prefill: Scheduler, decode: Scheduler, sender: Any, receiver: 
 
 
 def end_at_decode_unseen(prefill: Scheduler, decode: Scheduler, sender: Any, receiver: Any) -> None:
-    """The next attempt begins before SGLang has looked at the end of this one."""
+    """The next attempt begins before SGLang has checked the end of this one."""
     receiver.abort()
     deliver_all(prefill, decode)
 

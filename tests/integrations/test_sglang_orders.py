@@ -58,7 +58,7 @@ class Request:
     def end(self, outcome: str) -> None:
         assert not self.outcome
         self.outcome = outcome
-        self.world.give_back(self)
+        self.world.release(self)
 
     def abort(self) -> None:
         self.object.abort()
@@ -93,7 +93,7 @@ class Sent(Request):
         self.num_sent = end
 
     def abort(self) -> None:
-        """SGLang looks at an aborted request once more, or never again."""
+        """SGLang checks an aborted request once more, or never again."""
         self.object.abort()
         if self.world.rng.random() < 0.5:
             self.end("aborted without a last call")
@@ -153,7 +153,7 @@ class World:
             )
         return taken
 
-    def give_back(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Another request of the server writes the pages at once."""
         for plane in request.server.kv:
             plane[request.pages] = FREE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that transformers' generation loop would not survive, or would mix up, are refused before it hears of them."""
+"""Calls that transformers' generation loop would not survive, or would mix up, are refused before they reach it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_part_with_a_foreign_field_is_refused_or_whole(field: str, value: Any)
 
 def test_who_gives_up_says_why() -> None:
     with pytest.raises(StaleBlocks, match="preempted"):
-        Part.from_bytes(Part.gone("preempted"))
+        Part.from_bytes(Part.refusal("preempted"))
 
 
 def test_parts_of_two_leases_do_not_mix() -> None:

@@ -235,7 +235,7 @@ def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
 def test_the_answer_hands_off_what_decode_has_followed(
     new: NewServer, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
-    """Decode heard of the parts before prefill heard that they were taken: the router comes again with the answer."""
+    """Decode knew of the parts before prefill knew that they were taken: the router comes again with the answer."""
     offer = announcements.Announcements._offer
 
     async def answers_late(*args: Any) -> None:

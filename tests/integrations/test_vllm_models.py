@@ -70,7 +70,7 @@ def test_weights_change_in_place(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_step_of_tickets_that_name_the_model_before() -> None:
-    """The scheduler hears of the change one step after the workers have made it."""
+    """The scheduler learns of the change one step after the workers have made it."""
     with Server("p", model=A) as prefill, Server("d", model=A) as decode:
         for rank in prefill.ranks:
             rank.model_changed(B)

@@ -28,7 +28,7 @@ RENEW = "RenewSeats"
 
 
 class Clock:
-    """A clock that stands still until a test moves it."""
+    """A clock that does not advance until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -263,7 +263,7 @@ def test_the_tick_goes_on_after_an_error_that_nobody_expects(
     leases.close()
 
 
-def test_a_reset_gives_back_handoffs_that_other_weights_may_have_made(
+def test_a_reset_releases_handoffs_that_other_weights_may_have_made(
     servers: tuple[Server, Server],
 ) -> None:
     prefill, decode = servers

@@ -134,7 +134,7 @@ def test_a_load_that_fails_leaves_the_lease_to_the_others(servers: tuple[Server,
     ends(prefill)
 
 
-def test_what_was_used_is_not_given_back_once_more(servers: tuple[Server, Server]) -> None:
+def test_what_was_used_is_not_released_once_more(servers: tuple[Server, Server]) -> None:
     """vLLM's notice also follows a request that failed after its load."""
     prefill, decode = servers
     params = handed_off(prefill)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays stories at two vLLM servers, which stay for the next one, and looks at what is left of each."""
+"""Plays stories at two vLLM servers, which stay for the next one, and checks what is left of each."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Scene:
         engine.loaded.clear()
 
     def ends(self) -> None:
-        """Lets all end that can, and looks at what is left."""
+        """Lets all end that can, and checks what is left."""
         for engine in self.engines.values():
             engine.late = 0
         eventually(self._steps_decode)
@@ -237,7 +237,7 @@ class Scene:
 
     def _steps_decode(self) -> bool:
         scheduler, engine = self.pair.decode.scheduler, self.engines["d"]
-        # It may have been asked to hand off. A whole reset would also give back what waits to be loaded.
+        # It may have been asked to hand off. A whole reset would also release what waits to be loaded.
         scheduler._commands.retired += scheduler._sent.all()
         scheduler.turns.reset()
         for name in [name for name, one in scheduler.incoming._requests.items() if one.is_pending]:

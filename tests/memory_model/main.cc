@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Explores the configurations to the end, and shows that each rule is needed. KVLINK_MODEL_LARGE=1: also the
-// large ones. KVLINK_MODEL_ONLY: those whose name has this.
+// large ones. KVLINK_MODEL_ONLY: those whose name has this, for example "large".
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -163,14 +163,26 @@ std::vector<Config> configs() {
           kRelay,
           kAnnounced,
           kSleep,
-          with(kOldTicket, [](Config& one) { one.aborts = one.large = true; }),
-          with(kMixed, [](Config& one) { one.settles = one.extends = one.large = true; }),
+          with(kOldTicket,
+               [](Config& one) {
+                 one.name = "large: a ticket that is older than its lease, aborts";
+                 one.aborts = one.large = true;
+               }),
+          with(kMixed,
+               [](Config& one) {
+                 one.name = "large: soft and hard leases, settled, extended";
+                 one.settles = one.extends = one.large = true;
+               }),
           with(kRelay,
                [](Config& one) {
+                 one.name = "large: a relay whose source's block is granted again";
                  one.requests.push_back({.block = 0});
                  one.settles = one.large = true;
                }),
-          with(kTwoReaders, [](Config& one) { one.aborts = one.announces = one.large = true; })};
+          with(kTwoReaders, [](Config& one) {
+            one.name = "large: two readers, aborts, late announcers";
+            one.aborts = one.announces = one.large = true;
+          })};
 }
 
 /// Each rule of the code around the table is needed.
@@ -187,7 +199,7 @@ bool explore(const Config& config, bool holds) {
   const Explored found = Explorer(config).run();
   const double took = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
   const bool right = found.violated.empty() == holds;
-  std::printf("%s%-52s %8zu states, depth %3zu, %5.1f CPU-s\n", holds ? "" : "without a rule: ", config.name,
+  std::printf("%s%-58s %8zu states, depth %3zu, %5.1f CPU-s\n", holds ? "" : "without a rule: ", config.name,
               found.num_states, found.depth, took);
   if (!holds || !right) std::printf("  %s\n", found.violated.empty() ? "holds" : found.violated.c_str());
   if (holds) {

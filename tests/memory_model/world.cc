@@ -281,7 +281,7 @@ void World::report() {
   if (!swept_.ended.empty()) state_->memory.unlock(kOwner, 1);
 }
 
-/// Returns whether the requests before gave the block back, or it was revoked from them.
+/// Returns whether the requests before released the block, or it was revoked from them.
 bool World::free_block(const Request& request) const {
   for (size_t other = 0; &config_.requests[other] != &request; ++other) {
     const Request& one = config_.requests[other];
@@ -487,7 +487,7 @@ std::string World::key() const {
   const auto add = [&key](auto... values) { (key.push_back(static_cast<char>(values)), ...); };
   state.table->add_to(key);
   for (const int64_t deadline : state.table->deadlines.all()) add(deadline / kUnit);
-  add(state.table->looked_ns / kUnit, state.table->stood_still_ns / kUnit);
+  add(state.table->looked_ns / kUnit, state.table->paused_ns / kUnit);
   add(state.now, state.looked, state.aged, state.asleep, state.woken, state.sleeps);
   for (const Lease& one : state.leases) {
     add(one.granted, one.written, one.ready, one.aborted, one.taken, one.revoked, one.reports, one.renewals);

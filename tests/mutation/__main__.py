@@ -64,8 +64,8 @@ def _sites(files: Iterable[str]) -> dict[str, python_mutants.Site | cpp_mutants.
     return found
 
 
-def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[str, list[Tried]]:
-    """Tries the mutants of some modules in one build."""
+def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> Iterator[tuple[str, list[Tried]]]:
+    """Tries the mutants of some modules in one build, one module after the other."""
     build = cpp_tests.Build(
         FOLDER, {folder for name in chosen for folder in MODULES[name].folders}, given.kinds
     )
@@ -78,19 +78,18 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> dict[st
     compiled = build.make([site for name in chosen for site in (*planted[name], *chosen[name])])
     print(f"{len(compiled)} mutants compile", flush=True)
     tests = build.record()
-    tried: dict[str, list[Tried]] = {}
     for name in chosen:
         mine = {site.mutant for site in (*planted[name], *chosen[name])}
         of_module = [(number, site) for number, site in compiled.items() if site.mutant in mine]
-        tried[name] = []
+        tried = []
         for number, site in of_module[: len(planted[name]) + given.sample]:
             outcomes: dict[str, Outcome] = {}
             for kind in given.kinds:
                 if given.each_kind or not any(each.status in KILLED for each in outcomes.values()):
                     outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
-            tried[name].append(Tried(site.mutant, outcomes))
-            _say(tried[name][-1])
-    return tried
+            tried.append(Tried(site.mutant, outcomes))
+            _say(tried[-1])
+        yield name, tried
 
 
 def _try_python(
@@ -163,7 +162,7 @@ def _try(
         print(f"{name}: {len(chosen[name])} of {len(mutants)} mutants", flush=True)
     cpp = {name: sites for name, sites in chosen.items() if MODULES[name].folders}
     if any(cpp.values()):
-        yield from _try_cpp(cpp, given).items()
+        yield from _try_cpp(cpp, given)
     python = [name for name, sites in chosen.items() if sites and name not in cpp]
     while python:
         alike = [name for name in python if MODULES[name].tests == MODULES[python[0]].tests]

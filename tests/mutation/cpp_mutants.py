@@ -35,7 +35,9 @@ _KEYWORDS = re.compile(
     "friend|goto|if|int|new|operator|return|short|signed|sizeof|static|static_assert|struct|switch|template|throw|try|"
     "typedef|typename|unsigned|using|void|while|static_cast|reinterpret_cast|const_cast|decltype|assert"
 )
-_OPAQUE = frozenset(("constexpr", "static_assert", "using", "typedef", "case", "assert"))
+_OPAQUE = frozenset(
+    ("constexpr", "static_assert", "using", "typedef", "case", "assert", "KVLINK_CHECK", "KVLINK_DCHECK")
+)
 _TYPES = frozenset(("namespace", "class", "struct", "union", "enum", "extern"))
 _ENDS = frozenset(
     ("(", "[", "{", ")", "]", "}", ",", ";", "?", ":", "return", "=", "+=", "-=", "|=", "&=", "<<=", "*=")
@@ -149,7 +151,13 @@ class _Finder:
                 statements.append((i, stop))
             i += 1
         for (a, b), (c, d) in itertools.pairwise(statements):
-            if b == c and "(" in (one := self.text(a, b)) and "(" in (other := self.text(c, d)):
+            is_body = self.at(a - 1) in (")", "else", "do")  # of an `if` without braces, which ends behind it
+            if (
+                b == c
+                and not is_body
+                and "(" in (one := self.text(a, b))
+                and "(" in (other := self.text(c, d))
+            ):
                 self.add(scope, "swapped statements", a, d, f"{other} {one}", "statement")
 
     def _starts_statement(self, i: int, first: int) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the C++ tests and the simulation with mutants, and runs those tests that reach one.
+"""Builds the C++ tests, the simulation and the memory model with mutants, and runs those tests that reach one.
 
-The sources of a module, the tests in its folders and the simulation are compiled with the sources that have mutants.
+The sources of a module, the tests in its folders and both programs are compiled with the sources that have mutants.
 All else is linked from the archive that `make build` has made.
 """
 
@@ -22,11 +22,14 @@ from mutation.cpp_mutants import Site, rewritten
 from mutation.mutants import Outcome
 from mutation.python_tests import ROOT, patience_s
 
-SIMULATION = "simulation"
+SIMULATION, MEMORY_MODEL = "simulation", "memory model"
+_PROGRAMS = {"kvlink_simulation": SIMULATION, "kvlink_memory_model": MEMORY_MODEL}
+"""Programs, each with its name as a test."""
+_FAILED = re.compile(r"^\[  FAILED  \] (\S+)|^(seed .*)|^ +(\([a-i]\) .*)", re.MULTILINE)
 
 
 class Test(NamedTuple):
-    """A test of GoogleTest, or the simulation with the gate's seeds."""
+    """A test of GoogleTest, the simulation with the gate's seeds, or the memory model."""
 
     name: str
     kind: str
@@ -35,7 +38,7 @@ class Test(NamedTuple):
 
 
 class Build:
-    """The two programs with the mutants of a module. `folders` are those below tests/cpp whose tests reach them."""
+    """The programs with the mutants of a module. `folders` are those below tests/cpp whose tests reach them."""
 
     def __init__(self, folder: Path, folders: Iterable[str], kinds: Sequence[str]) -> None:
         self._made, self._sources, self._reached = folder / "cpp", folder / "csrc", folder / "reached"
@@ -47,6 +50,11 @@ class Build:
         options = ["-DKVLINK_PYTHON=OFF", "-DKVLINK_TESTS=ON", f"-DKVLINK_CORE={self._archive}"]
         subprocess.run(
             ["cmake", "-S", ROOT, "-B", self._made, "-G", "Ninja", *options],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        subprocess.run(
+            ["cmake", "--build", self._made, "--target", "kvlink_fake_cuda"],
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -83,9 +91,10 @@ class Build:
         for each in self._commands:
             file = self._file(each)
             tested = Path(file).parent.name in self._folders or not file.endswith("_test.cc")
-            if "kvlink_simulation.dir" in each["output"]:
-                if SIMULATION in self._kinds:
-                    jobs.append(("kvlink_simulation", each, file))
+            program = next((name for name in _PROGRAMS if f"{name}.dir" in each["output"]), "")
+            if program:
+                if _kind(_PROGRAMS[program]) in self._kinds:
+                    jobs.append((program, each, file))
             elif file.startswith("tests/cpp/") and tested:
                 jobs.append(("kvlink_tests", each, file))
         made: dict[str, list[str]] = {}
@@ -118,7 +127,8 @@ class Build:
         launcher = ["ccache"] if shutil.which("ccache") else []
         words = [*launcher, words[0], "-I", str(self._sources), *words[1:], "-I", str(ROOT / "csrc")]
         source = copied if copied.exists() else ROOT / file
-        command = [*words, "-w", "-O1", "-g0", "-fmax-errors=0", "-o", target, "-c", str(source)]
+        level = [] if program in _PROGRAMS else ["-O1"]
+        command = [*words, "-w", *level, "-g0", "-fmax-errors=0", "-o", target, "-c", str(source)]
         ended = subprocess.run(
             command, cwd=self._made, env={**os.environ, "CCACHE_BASEDIR": str(ROOT)}, capture_output=True, text=True,
             check=False,
@@ -156,7 +166,7 @@ class Build:
         return process.returncode, output
 
     def record(self) -> list[Test]:
-        """Runs each test of the folders alone, and the simulation, and returns what each reaches."""
+        """Runs each test of the folders alone, and both programs, and returns what each reaches."""
         texts = [
             path.read_text() for each in self._folders for path in (ROOT / "tests/cpp" / each).glob("*.cc")
         ]
@@ -169,7 +179,7 @@ class Build:
                 suite = word if set(word.replace(".", "").split("/")) & suites else ""
             elif suite and "DISABLED" not in word:
                 names.append(suite + word)
-        wanted = [name for name in [*names, SIMULATION] if _kind(name) in self._kinds]
+        wanted = [name for name in [*names, *_PROGRAMS.values()] if _kind(name) in self._kinds]
         return [test for test in map(self._recorded, wanted) if test]
 
     def _recorded(self, name: str) -> Test | None:
@@ -186,21 +196,28 @@ class Build:
         reaching = sorted((test for test in tests if number in test.reached), key=lambda test: test.seconds)
         if not reaching:
             return Outcome("unreached")
-        seconds = patience_s(sum(test.seconds for test in reaching))
-        status, output = self._run(_command([test.name for test in reaching]), number, seconds)
-        failed = re.search(r"^\[  FAILED  \] (\S+)|^(seed .*)", output, re.MULTILINE)
+        programs = [[test] for test in reaching if test.name in _PROGRAMS.values()]
+        for together in filter(None, ([test for test in reaching if [test] not in programs], *programs)):
+            seconds = patience_s(sum(test.seconds for test in together))
+            status, output = self._run(_command([test.name for test in together]), number, seconds)
+            if status != 0:
+                break
+        failed = _FAILED.search(output)
         running = re.findall(r"^\[ RUN      \] (\S+)", output, re.MULTILINE)
-        name = (failed[1] or failed[2]) if failed else running[-1] if running else ""
+        name = failed[failed.lastindex or 0] if failed else running[-1] if running else ""
         return Outcome(
             {None: "timeout", 0: "survived", 1: "killed"}.get(status, "crashed"), name if status else ""
         )
 
 
 def _kind(name: str) -> str:
-    return SIMULATION if name == SIMULATION else "model" if "Model" in name else "unit"
+    return (
+        SIMULATION if name == SIMULATION else "model" if name == MEMORY_MODEL or "Model" in name else "unit"
+    )
 
 
 def _command(names: Sequence[str]) -> list[str]:
-    if names == [SIMULATION]:
-        return ["kvlink_simulation"]
+    for program, name in _PROGRAMS.items():
+        if names == [name]:
+            return [program]
     return ["kvlink_tests", "--gtest_fail_fast", f"--gtest_filter={':'.join(names)}"]

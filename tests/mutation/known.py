@@ -10,14 +10,14 @@ _CONTROL = "kvlink/control/"
 _DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
-_PLAN = "csrc/plan/"
+_PLAN, _ENGINE, _STAGING = "csrc/plan/", "csrc/engine/", "csrc/staging/"
 _TABLE = "csrc/lease/lease_table.cc:LeaseTable"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "lease": {
         f"{_TABLE}::sweep: comparison: num_slots - slot >= kSlotsAtOnce -> (num_slots - slot) > (kSlotsAtOnce)":
-            "the last slots are looked at one by one, which does the same more slowly",
+            "the last slots are checked one by one, which does the same more slowly",
         "csrc/lease/lease_table.cc:are_zero: constant: 0xffff -> 0xffff + 1":
-            "never zero, so all slots are looked at one by one, which does the same more slowly",
+            "never zero, so all slots are checked one by one, which does the same more slowly",
         f"{_TABLE}::take_settled: skipped branch: word.load(std::memory_order_relaxed) == 0 -> false":
             "0 settles no seat, because nonces are 256 or more; the word is exchanged for nothing",
         f"{_TABLE}::set_ready: comparison: shared.load(std::memory_order_relaxed) < ready -> "
@@ -34,8 +34,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_PLAN}planner.cc:has_repeated: operator: num_blocks / 64 -> (num_blocks) * (64)":
             "the bitmap is larger, and its other words stay 0",
         f"{_PLAN}planner.cc:has_repeated: constant: 1 -> 1 + 1 #1": "the bitmap has one word more, which stays 0",
-        f"{_PLAN}planner.cc:Planner::write: operator: made.groups.size() - 1 -> (made.groups.size()) + (1) #1":
-            "more room is reserved than is filled, and finish() gives it back",
+        f"{_PLAN}layout_check.cc:rows_touch: exchanged arguments: std::clamp(below, -last, last) -> "
+        "std::clamp(-last, below, last)": "both are min(max(below, -last), last)",
     },
     "stores": {
         f"{_ETCD}history.py:History.__init__: constant: 0 -> 1 #2":
@@ -48,6 +48,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "ahead of self._end(name, refusals.expired(ticket.offer))": "neither uses what the other changes",
         f"{_STORE}pending_offers.py:PendingOffers._drop: swapped statements: self._prune(request_id, request) -> "
         "ahead of self._end(request_id, why)": "neither uses what the other changes",
+    },
+    "engine": {
+        f"{_ENGINE}transfer.cc:Transfer::next: constant: 0 -> 0 + 1 #1":
+            "twice 1 ns is less than the shortest wait, which is then taken as for 0",
+        f"{_ENGINE}pull.cc:Pull::ask: swapped statements: actions_.push_back(action); control_->push(token()); -> "
+        "control_->push(token()); actions_.push_back(action);":
+            "both are done under the lock under which the control thread takes the actions",
+        f"{_ENGINE}engine.cc:Engine::accept: constant: kAcceptNs -> kAcceptNs + 1": "1 ns more of two seconds",
+        f"{_ENGINE}engine.cc:Engine::open: swapped statements: std::erase_if(connections_, [](const auto& known) "
+        "{ return k~61b75779 -> connections_.push_back(connection); std::erase_if(connection~82ff1239":
+            "the new connection is held here, so it has not expired",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":
@@ -120,7 +131,7 @@ _READY = "shared.ready.store(ready, std::memory_order_relaxed);"
 _NONCE = "shared.nonce.store(seat.nonce, std::memory_order_release);"
 
 PLANTED = (
-    Planted("gives back whatever anyone names", "stores", _OFFERS,
+    Planted("releases whatever anyone names", "stores", _OFFERS,
             "given is None or claim.reader not in given.served or claim.claim_id not in given.claim_ids",
             "given is None",
             _TEST_OFFERS),
@@ -165,7 +176,7 @@ PLANTED = (
     Planted("a slot is free before the sweep", "lease", _LEASES, "ended_slots_.push_back(seat.slot);",
             "free_.push(seat.slot);"),
     Planted("a standstill of the owner ends leases", "lease", _LEASES,
-            "if (since > kMostAgeingNs) stood_still_ns_ += since - kMostAgeingNs;", ";"),
+            "if (since > kMostAgeingNs) paused_ns_ += since - kMostAgeingNs;", ";"),
     Planted("one settle ends all seats", "lease", _LEASES,
             "seat.slot == slot || (num_readers > 0 && index >= num_readers)", "true"),
     Planted("a slot read is posted behind the data of one lane of two", "engine", _TRANSFER,

@@ -191,7 +191,7 @@ class _Finder:
         return bool(scope) and not scope[-1].endswith("{}")
 
     def walk(self, node: ast.AST, scope: list[str]) -> None:
-        """Looks at everything below `node` that is not text, an annotation or a pattern."""
+        """Checks everything below `node` that is not text, an annotation or a pattern."""
         if isinstance(node, ast.JoinedStr | ast.pattern) or _is_log(node) or _only_logs(node):
             return
         if isinstance(node, _FUNCTIONS) and node.name in _TEXTS:

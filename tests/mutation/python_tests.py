@@ -109,7 +109,7 @@ class Server:
     def _recorded(self, items: dict[str, pytest.Item]) -> dict[str, Any]:
         """When its file was written, how long it takes, and which mutants and files it reaches, by test.
 
-        What an earlier run has seen of the same mutants is not looked at again.
+        What an earlier run has seen of the same mutants is not checked again.
         """
         mutants = {name for name, *_ in self._plan["mutants"]}
         seen = Path(self._plan["seen"])

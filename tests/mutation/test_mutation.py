@@ -61,10 +61,12 @@ CPP = {
         "removed statement": ["", ""],
         "swapped statements": ["c->store(d); a.store(b);"],
     },
+    "if (a) b.store(c); d.store(e);": {"skipped branch": ["false"], "removed statement": ["", ""]},
     "return f(a, b);": {"exchanged arguments": ["f(b, a)"]},
     "a += kMost;": {"removed statement": [""], "operator": ["a -= kMost;"], "constant": ["kMost + 1"]},
     "return Code::kMost;": {},
     "constexpr int kMost = 1 + 2;": {},
+    "KVLINK_CHECK(a < b && f(a, b)); KVLINK_DCHECK(!a);": {},
     "#if X\n f();\n#else\n g();\n#endif": {"removed statement": [""]},
 }
 

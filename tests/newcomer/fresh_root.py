@@ -100,6 +100,16 @@ class FreshRoot:
         shutil.rmtree(self._folder)
 
 
+def cpu_build_of_torch(machine: FreshRoot, into: str) -> dict[str, str]:
+    """Copies it there, as install.md advises, and returns pip's variable for it. {} if this machine has none."""
+    found = [
+        wheel
+        for shelf in os.environ.get("PIP_FIND_LINKS", "").split()
+        for wheel in Path(shelf).glob("torch-*")
+    ]
+    return {"PIP_FIND_LINKS": into} if [machine.put(wheel, into) for wheel in found] else {}
+
+
 def _make_base() -> None:
     """Takes half a minute, once."""
     _BASE.parent.mkdir(parents=True, exist_ok=True)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from docs.blocks import RUNS, SERVED, block, blocks, how
-from newcomer.fresh_root import HOME, ROOT, FreshRoot
+from newcomer.fresh_root import HOME, ROOT, FreshRoot, cpu_build_of_torch
 
 pytestmark = [pytest.mark.newcomer, pytest.mark.timeout(1_800)]
 RUN_HERE = [each for each in blocks() if how(each) in (RUNS, SERVED)]
@@ -37,7 +36,8 @@ def machine(user: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fre
 @pytest.fixture(scope="module")
 def wheel(machine: FreshRoot) -> str:
     """Where the wheel is that install.md lets stand for the dot of `pip install .`."""
-    wheels = sorted((ROOT / "dist" / "release").glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    found = (ROOT / "dist" / "release").glob(f"*-cp311-*{platform.machine()}.whl")  # bookworm has Python 3.11
+    wheels = sorted(found, key=lambda wheel: wheel.stat().st_mtime)
     if not wheels:
         pytest.skip("no wheel in dist/release: make release-wheel")
     return machine.put(wheels[-1], "/srv")
@@ -92,9 +92,7 @@ kill %1; wait %1""",
 
 def test_torch_and_the_examples(machine: FreshRoot, user: str, wheel: str) -> None:
     """Where this machine has a CPU build of torch, as install.md says; otherwise with the 5 GB of the default."""
-    for shelf in os.environ.get("PIP_FIND_LINKS", "").split():
-        for found in Path(shelf).glob("torch-*"):
-            machine.put(found, f"{HOME[user]}/wheels")
+    shelf = cpu_build_of_torch(machine, f"{HOME[user]}/wheels")
     install = block("docs/getting-started/install.md", "export PIP_FIND_LINKS")
     machine.run(with_wheel(install, wheel), user, network=True)
     (named,) = re.findall(
@@ -104,9 +102,7 @@ def test_torch_and_the_examples(machine: FreshRoot, user: str, wheel: str) -> No
         if name != "traffic.py":  # runs until it is stopped
             assert machine.run(f"python docs/examples/{name}", user)
     demo = with_wheel(block("docs/servers/transformers.md", "pip install '.[demo]'"), wheel)
-    assert "continuous batching" in machine.run(
-        demo, user, network=True, PIP_FIND_LINKS=f"{HOME[user]}/wheels"
-    )
+    assert "continuous batching" in machine.run(demo, user, network=True, **shelf)
 
 
 def test_a_coordinator_on_a_host_without_containers(machine: FreshRoot, user: str, wheel: str) -> None:

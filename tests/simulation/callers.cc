@@ -148,7 +148,7 @@ bool World::draw_source(Source& source, const std::vector<Content>& contents, Ca
 }
 
 bool World::draw_soft_lease(Source& source, uint64_t ready, int64_t soon,
-                            const std::function<void()>& give_back) {
+                            const std::function<void()>& release) {
   Owner& owner = *source.peer->owner;
   const auto seat = owner.leases().grant_soft(source.owner_blocks, ready, kNoExpiryNs, now_ns());
   if (!seat.ok()) return false;
@@ -156,10 +156,10 @@ bool World::draw_soft_lease(Source& source, uint64_t ready, int64_t soon,
   source.lease_may_end = chance(50);
   for (int64_t more = random().between(0, 2); more > 0; --more) offered_.push_back(source);
   if (!source.lease_may_end) return true;
-  owner.later(soon, [&owner, blocks = source.owner_blocks, give_back] {
+  owner.later(soon, [&owner, blocks = source.owner_blocks, release] {
     note(Event::kSoftRevoked);
     owner.leases().revoke(blocks);
-    give_back();
+    release();
   });
   return true;
 }
@@ -176,12 +176,12 @@ bool World::draw_lease(Source& source) {
     for (size_t at = 0; at < blocks.size(); ++at) write_block(owner.block(blocks[at]), source.contents[at]);
   }
   const uint64_t ready = source.streams ? 0 : UINT64_MAX;
-  const auto give_back = [&owner, blocks] {
+  const auto release = [&owner, blocks] {
     for (const uint32_t block : blocks) write_block(owner.block(block), kUnwritten);
   };
   const int64_t soon = now() + random().between(0, kMillisecond);
   if (!peer.steady && !is_late && !source.streams && chance(8))
-    return draw_soft_lease(source, ready, soon, give_back);
+    return draw_soft_lease(source, ready, soon, release);
   const int64_t ttl = peer.steady ? kLongNs
                                   : random().one_of<int64_t>({kLongNs, kLongNs, kLongNs, kLongNs,
                                                               20 * kMillisecond, 2 * kMillisecond});
@@ -189,12 +189,12 @@ bool World::draw_lease(Source& source) {
   if (is_late) {
     source.lease_may_end = true;
     source.seat = {owner.used_slot(), random().next() | 1ull << 63, random().next() | 1ull << 63};
-    owner.when_read(source.seat.slot, [this, &owner, source, ready, ttl, give_back] {
-      owner.grant_at(source.lease, source.seat, ready, ttl, give_back);
+    owner.when_read(source.seat.slot, [this, &owner, source, ready, ttl, release] {
+      owner.grant_at(source.lease, source.seat, ready, ttl, release);
       if (source.streams) grow(source, 0);
     });
   } else {
-    const auto seats = owner.grant(lease, chance(20) ? 2 : 1, ready, ttl, give_back);
+    const auto seats = owner.grant(lease, chance(20) ? 2 : 1, ready, ttl, release);
     if (seats.empty()) return false;
     source.seat = seats.front();
     const bool shares = chance(50);
@@ -259,18 +259,22 @@ void World::wait_for(Call& call) {
   }
   Pull& pull = *call.pull;
   const int64_t way = random().between(0, 4);
+  const auto wait_ns = [&pull](int64_t ns) {
+    const Scheduler::InEngine engine;
+    return pull.wait(ns);
+  };
   if (way < 4) Coverage::the().note(way < 3 ? Kind::kWait : Kind::kAwait, static_cast<size_t>(pull.state()));
   if (way < 3) note_waiting(call);
   switch (way) {
     case 0:
-      pull.wait(-1);
+      wait_ns(-1);
       break;
     case 1:
-      while (!pull.wait(random().between(kMillisecond, 20 * kMillisecond))) {
+      while (!wait_ns(random().between(kMillisecond, 20 * kMillisecond))) {
       }
       break;
     case 2:
-      while (!pull.wait(0)) scheduler_.sleep(random().between(1, kMillisecond));
+      while (!wait_ns(0)) scheduler_.sleep(random().between(1, kMillisecond));
       break;
     case 3:
       return await(call);
@@ -352,6 +356,7 @@ void World::release() {
   const auto [peer, seat] = spare_.back();
   spare_.pop_back();
   Link* const link = peer->link();
+  if (link) ++link->num_settles;
   if (link && link->usable() && link->connection->settle(seat.slot, seat.settle_nonce)) {
     released_.push_back({link, seat});
   } else if (peer->owner->was_posted(seat.settle_nonce)) {  // the owner takes the first that arrives

@@ -15,9 +15,13 @@ constexpr int64_t kSlackNs = 1'500'000;
 constexpr int64_t kCrowdedNs = 1'500'000;
 // A streaming pull may look for what is ready as rarely as once a tick.
 constexpr int64_t kForgottenNs = 2 * kTickNs + kSlackNs;
-constexpr int64_t kQuietNs = 1'002'000'000;  // lanes with work are looked at once a second
+constexpr int64_t kQuietNs = 1'002'000'000;  // lanes with work are checked once a second
 // The longest that three posts of a slow endpoint take, and a tick for each.
 constexpr int64_t kWithdrawnNs = 40'000'000;
+// A streaming pull looks eight times for each block, and then once a tick.
+constexpr uint64_t kLooksForReady = 64;
+// The most of 10,000 seeds, and half as much again.
+constexpr uint64_t kStepsOfEvent = 800, kStepsOfTick = 50, kAllocationsOfEvent = 20, kAllocationsOfLane = 15;
 
 bool has_ended_well(const Transfer& transfer) {
   return transfer.state() == TransferState::kValid || transfer.state() == TransferState::kSettled;
@@ -152,6 +156,7 @@ void World::check_under_way(Link& link) {
 
 /// All calls have ended, and all threads are still there.
 void World::check_end() {
+  check_effort();
   scheduler_.sleep(kQuietNs);
   for (const auto& call : calls_) {
     see(*call);
@@ -160,12 +165,12 @@ void World::check_end() {
   }
   for (const auto& [link, seat] : released_) {
     if (link->healthy() && !link->closed && link->owner->num_settled(seat) != 1) {
-      fail("a seat that was given back is not settled");
+      fail("a seat that was released is not settled");
     }
     const bool posted = link->owner->was_posted(seat.settle_nonce), lost = lost_.contains(seat.settle_nonce);
-    if (posted && lost) fail("a settle that was posted is given back");
+    if (posted && lost) fail("a settle that was posted is returned");
     if (!posted && !lost && can_end_alone() && !link->staged)
-      fail("a queued settle is neither posted nor given back");
+      fail("a queued settle is neither posted nor returned");
   }
   for (const auto& peer : peers_) {
     for (const auto& link : peer->links) {
@@ -177,18 +182,64 @@ void World::check_end() {
   }
 }
 
-/// Nothing is read more often than it has to: each range once, and again if its lane gave it back.
+/// The engine's threads sleep while there is nothing to do, and a round without work allocates nothing.
+void World::check_effort() {
+  uint64_t events = 1, lanes = 0;  // what it was asked for and did
+  for (const auto& peer : peers_) {
+    for (const auto& link : peer->links) {
+      events += link->transfers.size();
+      lanes += link->work.size();
+      for (const auto& work : link->work) events += work->reads + work->stores + work->num_looks;
+    }
+  }
+  const Work& work = scheduler_.work();
+  const auto ms = static_cast<uint64_t>(scheduler_.since_start_ns() / kTickNs);
+  Coverage::the().note_effort(events, work.steps, work.allocations);
+  if (work.steps > kStepsOfEvent * events + kStepsOfTick * lanes * ms) fail("a thread is busy with nothing");
+  if (work.allocations > kAllocationsOfEvent * events + kAllocationsOfLane * lanes)
+    fail("memory is allocated in vain");
+}
+
+/// Nothing is asked for more often than it has to: each range once, and again if its lane returned it; each
+/// word once by each lane.
 void World::check_work(const Link& link) {
-  uint64_t posted = 0, most = 0;
-  for (const auto& count : link.work) posted += count();
+  uint64_t posted = 0, stores = 0, most = 0;
+  for (const auto& work : link.work) {
+    posted += work->reads;
+    stores += work->stores;
+  }
+  bool staged = false;  // its ranges are cut otherwise
   for (const auto& transfer : link.transfers) {
     if (!transfer->done()) return;
     const TransferStats stats = transfer->stats();
-    if (stats.staged) return;  // its ranges are cut otherwise
     most += stats.num_ops + stats.redone;
+    staged |= stats.staged;
+    check_looks(link, *transfer);
   }
+  const uint64_t most_stores = link.transfers.size() * (2 * link.work.size() + 1) + link.num_settles;
+  if (stores > most_stores) fail("words are stored more often than needed");
+  if (staged) return;
   Coverage::the().note_work(link.transfers.size(), posted, most);
   if (posted > most) fail("ranges are read twice");
+}
+
+/// A check the slot that was answered ends a pull, unless an endpoint broke its promise of order. A
+/// streaming pull looks again for what is ready, less and less often while there is nothing.
+void World::check_looks(const Link& link, Transfer& transfer) {
+  const std::byte* const words = transfer.slot_chunk(kLeaseRegion).segments->local;
+  uint64_t looks = 0;
+  for (const auto& work : link.work) {
+    if (const auto found = work->looks.find(words); found != work->looks.end()) looks += found->second;
+  }
+  const bool promised = std::none_of(link.plans.begin(), link.plans.end(),
+                                     [](const EndpointPlan& plan) { return plan.breaks_order; });
+  if (link.streaming.contains(&transfer)) {
+    const int64_t took = transfer.stats().total_ns;  // 0 of one that was cancelled
+    const uint64_t most = kLooksForReady + static_cast<uint64_t>(took / kTickNs);
+    if (took > 0 && looks > most) fail("a slot is checked too often");
+  } else if (promised && looks > 1) {
+    fail("a slot is checked again in vain");
+  }
 }
 
 /// Every seat whose part is valid was settled: by its transfer, or by its owner's agent.
@@ -207,7 +258,7 @@ void World::check_told(const Call& call) {
   const size_t first_unused = call.source + 1;
   if (!call.is_relay || call.end == PullState::kFailed || !can_end_alone()) return;
   for (size_t index = first_unused; index < call.sources.size(); ++index) {
-    if (!call.sources[index].settle_asked) fail("a source that was not needed is not given back");
+    if (!call.sources[index].settle_asked) fail("a source that was not needed is not released");
   }
 }
 

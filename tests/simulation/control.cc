@@ -49,8 +49,8 @@ void World::take(uint64_t token) {
     for (const auto& link : peers_[index]->links) {
       if (!link->connection || link->connection->token() != token) continue;
       for (const LaneWord& word : link->connection->take_lost()) {
-        if (!lost_.insert(word.value).second) fail("a settle is given back twice");
-        note(Event::kGivenBackSettle);
+        if (!lost_.insert(word.value).second) fail("a settle is returned twice");
+        note(Event::kReturnedSettle);
         peers_[index]->owner->settle({word.slot, 0, word.value});
       }
       return;
@@ -81,7 +81,7 @@ void World::act(Call& call, const PullAction& action) {
       for (size_t index = action.number; index < call.sources.size(); ++index) {
         Source& source = call.sources[index];
         if (source.link) fail("a source that was read from counts as unused");
-        if (std::exchange(source.settle_asked, true)) fail("a source is given back twice");
+        if (std::exchange(source.settle_asked, true)) fail("a source is released twice");
         if (source.settles()) source.peer->owner->settle(source.seat);
       }
   }
@@ -133,9 +133,13 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");
-    const std::shared_ptr<Transfer> transfer = link.connection->pull(request);
+    const std::shared_ptr<Transfer> transfer = [&] {
+      const Scheduler::InEngine engine;
+      return link.connection->pull(request);
+    }();
     if (!transfer) return nullptr;
     link.transfers.push_back(transfer);
+    if (request.stream != StreamUnit::kNone) link.streaming.insert(transfer.get());
     check_transfer(link, transfer);
     return transfer;
   };
@@ -177,6 +181,7 @@ PullRequest World::request_of(Call& call, Source& source, Link& link, int64_t de
 
 /// As kvlink/_core does for a relay.
 void World::prove(Call& call, uint64_t units) {
+  const Scheduler::InEngine not_here(false);
   see_proven(call, units);
   Coverage::the().note(Kind::kProves, static_cast<size_t>(call.pull->state()));
   peers_.front()->owner->leases().set_ready(call.lease, units);

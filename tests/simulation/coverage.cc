@@ -30,6 +30,10 @@ void Coverage::print() const {
   }
   std::printf("\nreads posted by %" PRIu64 " transfers: %" PRIu64 " of at most %" PRIu64, transfers_, posts_,
               most_posts_);
+  std::printf("\nof its threads %.0f steps, and %.1f allocations, for each of %" PRIu64
+              " pulls, posts and looks",
+              static_cast<double>(steps_) / static_cast<double>(events_of_engine_),
+              static_cast<double>(allocations_) / static_cast<double>(events_of_engine_), events_of_engine_);
   std::printf("\nnever occurred:%s\n", never.empty() ? " nothing" : never.c_str());
 }
 

@@ -291,7 +291,7 @@ CHANGES: list[Change] = [
         "now >= deadline_ns_ + kAnswerNs) stop",
         "now >= deadline_ns_) stop",
     ),
-    cut("stopped", "who waits does not look at the deadline", "    tick(now_ns());\n"),
+    cut("stopped", "who waits does not check the deadline", "    tick(now_ns());\n"),
     cut(
         "stopped",
         "who waits sleeps beyond the deadline",
@@ -408,7 +408,7 @@ CHANGES: list[Change] = [
     ),
     cut(
         "settled",
-        "a relay's unused sources are not given back",
+        "a relay's unused sources are not released",
         "    ask({PullAction::Kind::kUnused, attempt_ + 1});\n",
     ),
     cut(
@@ -451,7 +451,7 @@ CHANGES: list[Change] = [
     ),
     cut(
         "failed",
-        "a relay that failed gives sources back",
+        "a relay that failed releases sources",
         "if (ended != PullState::kFailed && attempt_ + 1 < relaying_.num_sources)",
         "if (attempt_ + 1 < relaying_.num_sources)",
     ),
@@ -529,7 +529,7 @@ PLANTED: list[Change] = [
     ),
     cut(
         "lane",
-        "a queued settle that dies with its lane is not given back",
+        "a queued settle that dies with its lane is not returned",
         "    lost_.insert(lost_.end(), words.begin(), words.end());\n",
         "",
         LANE,
@@ -573,6 +573,20 @@ PLANTED: list[Change] = [
         "(send_settles && num_posted_ > 0)",
         "false",
         LANE,
+    ),
+    cut(
+        "lane",
+        "an endpoint that has work is not polled while its lane stands by",
+        "  next_check_ns_ = 0;  // the next round polls, also if this lane has nothing under way\n",
+        "",
+        LANE,
+    ),
+    cut(
+        "thread",
+        "each round allocates",
+        "    lanes.clear();  // not under the mutex: one of them may end here\n",
+        "    std::vector<std::shared_ptr<Lane>>().swap(lanes);\n",
+        THREAD,
     ),
     cut(
         "thread",
@@ -797,7 +811,8 @@ def first_failure(binary: Path, seconds: float, environment: dict[str, str]) -> 
         if match := re.search(r"FAILED  \] (\S+?)(,| \(|$)", line) or re.match(
             r"(seed .*|  \([a-i]\) [^:]*)", line
         ):
-            return match[1].strip()
+            took = re.search(r"^found by .* in ([\d.]+) CPU-s$", ran.stderr, re.MULTILINE)
+            return match[1].strip() + (f" ({took[1]} s)" if took else "")
     return f"ends by signal {-ran.returncode}" if ran.returncode < 0 else "fails"
 
 

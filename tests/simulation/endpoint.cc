@@ -31,6 +31,7 @@ class SimulatedEndpoint::Call {
   }
 
  private:
+  const Scheduler::InEngine not_here_{false};
   bool& inside_;
 };
 
@@ -45,7 +46,8 @@ SimulatedEndpoint::SimulatedEndpoint(Owner& owner, const EndpointPlan& plan, Obs
       plan_(plan),
       observer_(std::move(observer)),
       fd_(open_fd()),
-      traits_{.window = plan.window,
+      traits_{.path = plan.path,
+              .window = plan.window,
               .ordered = plan.ordered,
               .device_driven = plan.manner == Manner::kLaunch,
               .cpu_copies = plan.manner == Manner::kCopy,
@@ -87,7 +89,7 @@ Status SimulatedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
     note(Event::kRefusedPost);
     return Status::AccessDenied("the post was refused");
   }
-  state_->num_reads += !chunk.ops.empty() && chunk.ops.front().region == kPoolRegion;
+  state_->work.reads += !chunk.ops.empty() && chunk.ops.front().region == kPoolRegion;
   Post post{.number = num_posted_++, .token = token, .pieces = {}};
   for (const ReadOp& op : chunk.ops) {
     uint64_t offset = op.offset;
@@ -111,6 +113,7 @@ Status SimulatedEndpoint::post_write(uint64_t token, uint32_t region, uint64_t o
     note(Event::kRefusedWrite);
     return Status::AccessDenied("the store was refused");
   }
+  ++state_->work.stores;
   owner_.note_posted(value);
   Post post{.number = num_posted_++,
             .token = token,
@@ -224,6 +227,7 @@ PollResult SimulatedEndpoint::poll(int64_t, bool, std::vector<Completion>& ended
     if (!post.ended) return false;
     if (&post != state.posts.data()) note(Event::kReorderedCompletion);
     if (plan_.manner == Manner::kStream && !post.pieces.empty()) land(post, SIZE_MAX);
+    note_look(post);
     ended.push_back({post.token, post.status});
     Scheduler::the().trace("collects " + std::to_string(post.token));
     return true;
@@ -233,6 +237,13 @@ PollResult SimulatedEndpoint::poll(int64_t, bool, std::vector<Completion>& ended
   if (plan_.manner == Manner::kStream) clear_event(fd_);
   if (had_posts && state.posts.empty()) observer_.quiet();
   return result;
+}
+
+/// Slot 0 is the header of the table, which is read to try the connection.
+void SimulatedEndpoint::note_look(const Post& post) {
+  if (post.pieces.empty() || post.pieces[0].region != kLeaseRegion || post.pieces[0].offset == 0) return;
+  ++state_->work.num_looks;
+  if (post.status.ok()) ++state_->work.looks[post.pieces[0].local];
 }
 
 bool SimulatedEndpoint::cancel(uint64_t token) {
@@ -268,6 +279,7 @@ class SimulatedQueue final : public CopyQueue {
   ~SimulatedQueue() override { drain(); }
 
   Result<uint64_t> start(CopyTo, std::span<const CopyPiece> pieces) override {
+    const Scheduler::InEngine not_here(false);
     note(Event::kStagedRead);
     const auto copy = std::make_shared<Copy>(Copy{{pieces.begin(), pieces.end()}});
     copies_.push_back(copy);

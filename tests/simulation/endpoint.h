@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device/device_copier.h"
@@ -28,6 +30,7 @@ struct EndpointPlan {
   Manner manner = Manner::kStream;
   bool ordered = true;
   Window window;
+  std::string path = {};
   int64_t delay_ns = 20'000;  // of an answer, about
   // Times of faults; INT64_MAX: never.
   int64_t breaks_at_ns = INT64_MAX;   // poll() says so, and the descriptor
@@ -66,10 +69,12 @@ class SimulatedEndpoint final : public Endpoint {
   std::function<size_t()> counter() const {
     return [state = state_] { return state->posts.size(); };
   }
-  /// Counts the reads of blocks that were posted.
-  std::function<size_t()> work() const {
-    return [state = state_] { return state->num_reads; };
-  }
+  struct Work {
+    size_t reads = 0, stores = 0, num_looks = 0;    // posted; of reads, those of blocks
+    std::map<const std::byte*, size_t> looks = {};  // reads of slots that were answered, by their destination
+  };
+  /// Returns what it was asked for, also when the endpoint is gone.
+  std::shared_ptr<const Work> work() const { return {state_, &state_->work}; }
 
  private:
   struct Piece {
@@ -92,7 +97,7 @@ class SimulatedEndpoint final : public Endpoint {
     std::vector<Post> posts;
     bool closed = false, broken = false, armed = false;
     int64_t last_poll_ns = 0;
-    size_t num_reads = 0;  // of blocks
+    Work work;
     Post* find(uint64_t number);
   };
   class Call;
@@ -103,6 +108,7 @@ class SimulatedEndpoint final : public Endpoint {
   void land(Post& post, size_t most_pieces);
   void tell(State& state);
   void watch(uint64_t number);
+  void note_look(const Post& post);
   bool faulty(uint32_t percent);
   int64_t due_ns(bool of_store);
 

@@ -3,6 +3,7 @@
 // which is the first. KVLINK_SIMULATION_TRACE: prints what happens.
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 
 #include "base/check.h"
 #include "coverage.h"
@@ -11,7 +12,7 @@
 namespace kvlink::simulation {
 namespace {
 
-uint64_t seed_now = 0;
+uint64_t seed_now = 0, first_seed = 0;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
   const char* const text = std::getenv(name);
@@ -24,17 +25,19 @@ void fail(const std::string& what) {
   const double at_ms = Scheduler::exists() ? static_cast<double>(Scheduler::the().since_start_ns()) / 1e6 : 0;
   std::fprintf(stderr,
                "seed %llu at %.3f ms: %s\nreplay: KVLINK_SIMULATION_TRACE=1 KVLINK_SIMULATION_SEEDS=1 "
-               "KVLINK_SIMULATION_FIRST=%llu %s\n",
+               "KVLINK_SIMULATION_FIRST=%llu %s\nfound by %llu seeds in %.2f CPU-s\n",
                static_cast<unsigned long long>(seed_now), at_ms, what.c_str(),
-               static_cast<unsigned long long>(seed_now), program_invocation_name);
+               static_cast<unsigned long long>(seed_now), program_invocation_name,
+               static_cast<unsigned long long>(seed_now - first_seed + 1),
+               static_cast<double>(std::clock()) / CLOCKS_PER_SEC);
   std::_Exit(1);
 }
 
 int main() {
   const uint64_t num_seeds = setting("KVLINK_SIMULATION_SEEDS", 10'000);
-  const uint64_t first = setting("KVLINK_SIMULATION_FIRST", 1);
+  first_seed = setting("KVLINK_SIMULATION_FIRST", 1);
   uint64_t num_pulls = 0, num_valid = 0;
-  for (seed_now = first; seed_now < first + num_seeds; ++seed_now) {
+  for (seed_now = first_seed; seed_now < first_seed + num_seeds; ++seed_now) {
     World world(seed_now);
     world.run();
     num_pulls += world.num_pulls();

@@ -11,7 +11,7 @@
 namespace kvlink::simulation {
 namespace {
 
-// An idle owner's leases age as fast as the clock only if it looks at least every 100 ms.
+// An idle owner's leases age as fast as the clock only if it checks at least every 100 ms.
 constexpr int64_t kSweepNs = 50'000'000;
 constexpr int64_t kGrantNs = 60'000;  // the most that a grant takes, beside other threads
 constexpr int64_t kSoonNs = 300'000;  // a store is seen within a sweep

@@ -77,7 +77,7 @@ class Owner {
   }
   /// How often a seat was settled, by whatever way.
   int num_settled(const LeaseSeat& seat) const;
-  /// Returns whether the lease has ended, and its blocks have been given back.
+  /// Returns whether the lease has ended, and its blocks have been released.
   bool has_ended(uint64_t lease) const { return !ends_.contains(lease); }
 
  private:

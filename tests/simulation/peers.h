@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -26,14 +27,16 @@ struct Link {
   Owner* owner;
   uint32_t id = 0;  // 0: readers need not announce themselves
   std::vector<EndpointPlan> plans;
-  std::vector<std::function<size_t()>> counters;  // of the endpoints' posts
-  std::vector<std::function<size_t()>> work;      // of the reads that they got
+  std::vector<std::function<size_t()>> counters;                     // of the endpoints' posts
+  std::vector<std::shared_ptr<const SimulatedEndpoint::Work>> work;  // of the endpoints
   std::shared_ptr<Connection> connection;
   std::shared_ptr<const Planner> planner;
   std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried
+  std::set<const Transfer*> streaming;               // of them
   bool established = false, closed = false;
-  bool staged = false;     // a store waits behind the reads before it, and is lost if the connection breaks
-  uint64_t num_quiet = 0;  // times that nothing was under way any more
+  bool staged = false;       // a store waits behind the reads before it, and is lost if the connection breaks
+  uint64_t num_settles = 0;  // asked for by callers
+  uint64_t num_quiet = 0;    // times that nothing was under way any more
 
   bool healthy() const;
   bool usable() const { return established && !closed && !connection->broken(); }

@@ -60,6 +60,12 @@ size_t main_stack_bytes = 0;
 
 Scheduler* Scheduler::current_ = nullptr;
 
+void Work::note_allocation() {
+  if (!Scheduler::exists()) return;
+  Scheduler& scheduler = Scheduler::the();
+  if (scheduler.running() && scheduler.running()->in_engine) ++scheduler.work().allocations;
+}
+
 Scheduler::Scheduler(uint64_t seed) : random_(seed), now_ns_(kStartNs) {
   current_ = this;
   look_ns_ = random_.one_of<int64_t>({1'000, 3'000, 6'000});
@@ -184,7 +190,7 @@ void Scheduler::yield() {
 int64_t Scheduler::look() {
   if (!running_) return now_ns_;
   now_ns_ += random_.between(1, look_ns_);
-  if (now_ns_ > kLimitNs) fail(running_->name + " looks at the clock for ever");
+  if (now_ns_ > kLimitNs) fail(running_->name + " reads the clock for ever");
   point();
   return now_ns_;
 }

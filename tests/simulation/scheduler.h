@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs threads as fibers of one real thread. Which one runs, and for how long, is decided by a seed. Time is
-// a number: it grows a little with every look at the clock, and jumps when every fiber waits.
+// a number: it grows a little with every read of the clock, and jumps when every fiber waits.
 #pragma once
 
 #include <ucontext.h>
@@ -20,6 +20,14 @@ namespace kvlink::simulation {
 /// A property does not hold: prints why, when and how to replay it, and ends the process.
 [[noreturn]] void fail(const std::string& what);
 
+/// Counts what the engine has done in a run.
+struct Work {
+  uint64_t steps = 0;  // of its own threads: operations that another thread can observe
+  uint64_t allocations = 0;
+
+  static void note_allocation();
+};
+
 struct Fiber {
   enum class State : uint8_t { kRunnable, kBlocked, kEnded };
 
@@ -28,7 +36,9 @@ struct Fiber {
   State state = State::kRunnable;
   int64_t wake_at_ns = INT64_MAX;  // while blocked
   int64_t runnable_since_ns = 0;
-  bool woken = false;  // by unblock(), also before it blocked
+  bool woken = false;      // by unblock(), also before it blocked
+  bool of_engine = false;  // one of its threads
+  bool in_engine = false;  // what it does is the engine's work
   std::vector<Fiber*> joining;
   bool started = false;
   ucontext_t context = {};  // of the start; later switches jump, which costs no system call
@@ -56,9 +66,10 @@ class Scheduler {
   // For fibers. Outside of one, the first two do nothing.
   /// Another fiber may run now.
   void point() {
+    if (running_ && running_->of_engine && running_->in_engine) ++work_.steps;
     if (running_ && undisturbed_ == 0 && --points_left_ <= 0) yield();
   }
-  /// As a look at the clock.
+  /// As a read of the clock.
   int64_t look();
   void yield();
   /// False: nobody called unblock(), the time came.
@@ -74,6 +85,22 @@ class Scheduler {
     Undisturbed() { ++the().undisturbed_; }
     ~Undisturbed() { --the().undisturbed_; }
   };
+
+  /// While it lives, what the fiber does is the engine's work, or is not.
+  class InEngine {
+   public:
+    explicit InEngine(bool is = true) : fiber_(the().running_), before_(fiber_ && fiber_->in_engine) {
+      if (fiber_) fiber_->in_engine = is;
+    }
+    ~InEngine() {
+      if (fiber_) fiber_->in_engine = before_;
+    }
+
+   private:
+    Fiber* const fiber_;
+    const bool before_;
+  };
+  Work& work() { return work_; }
 
   bool traces() const { return traces_; }
   void trace(const std::string& what) const;
@@ -99,7 +126,7 @@ class Scheduler {
   static Scheduler* current_;
   Random random_;
   int64_t now_ns_;
-  int64_t look_ns_;  // what a look at the clock costs at most
+  int64_t look_ns_;  // what a read of the clock costs at most
   int64_t slice_;    // points that a fiber may pass before another one runs, about
   int64_t points_left_ = 0;
   int undisturbed_ = 0;
@@ -109,6 +136,7 @@ class Scheduler {
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> alive_;
   Fiber* running_ = nullptr;
+  Work work_;
   std::jmp_buf main_;
   void* main_fake_stack_ = nullptr;
 };

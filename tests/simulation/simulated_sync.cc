@@ -19,6 +19,7 @@ void Mutex::lock() {
   }
   if (holder_ == scheduler.running()) simulation::fail(holder_->name + " locks a mutex twice");
   while (holder_) {
+    const Scheduler::InEngine not_here(false);
     waiting_.push_back(scheduler.running());
     scheduler.block(INT64_MAX);
   }
@@ -46,6 +47,7 @@ void Mutex::unlock() {
 
 bool CondVar::wait_until(Mutex& mutex, int64_t until_ns) {
   Scheduler& scheduler = Scheduler::the();
+  const Scheduler::InEngine not_here(false);
   waiting_.push_back(scheduler.running());
   mutex.unlock();
   const bool woken = scheduler.block(until_ns);
@@ -60,7 +62,9 @@ void CondVar::notify_all() {
 }
 
 Thread::Thread(const char* name, std::function<void()> body)
-    : fiber_(Scheduler::the().spawn(name, std::move(body))) {}
+    : fiber_(Scheduler::the().spawn(name, std::move(body))) {
+  fiber_->of_engine = fiber_->in_engine = true;
+}
 
 void Thread::join() { Scheduler::the().join(std::exchange(fiber_, nullptr)); }
 
@@ -131,6 +135,7 @@ void clear_event(int fd) {
 int wait_ready(std::span<pollfd> fds, int64_t ns) {
   Scheduler& scheduler = Scheduler::the();
   scheduler.point();
+  const Scheduler::InEngine not_here(false);
   const int64_t until = ns > INT64_MAX - scheduler.now() ? INT64_MAX : scheduler.now() + ns;
   for (;;) {
     const int count = count_ready(fds);

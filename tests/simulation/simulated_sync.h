@@ -119,7 +119,7 @@ namespace simulation {
 /// Readable also whenever `other` is, and when its timer is due.
 int open_fd(int other = -1);
 void set_timer(int fd, int64_t ns);  // 0: none
-void close_fd(int fd);               // whoever polls it hears nothing more
+void close_fd(int fd);               // no event is delivered to its poller afterwards
 void hang_up(int fd);
 bool is_set(int fd);
 void forget_fds();

@@ -42,7 +42,7 @@ struct Call {
   int64_t started_ns = 0, deadline_ns = 0;
   uint32_t num_attempts = 0;  // asked for
   bool is_relay = false;
-  int64_t waited_for_ns = INT64_MAX;  // since when somebody waits, who looks at the deadline
+  int64_t waited_for_ns = INT64_MAX;  // since when somebody waits, who checks the deadline
   bool seen = false;                  // its end
   bool checked = false;               // its blocks may have other content
   PullState end = PullState::kWaiting;
@@ -96,7 +96,7 @@ class World {
   std::vector<uint32_t> take_reader_blocks(Call& call, size_t num);
   bool draw_source(Source& source, const std::vector<Content>& contents, Call* relay);
   bool draw_lease(Source& source);
-  bool draw_soft_lease(Source& source, uint64_t ready, int64_t soon, const std::function<void()>& give_back);
+  bool draw_soft_lease(Source& source, uint64_t ready, int64_t soon, const std::function<void()>& release);
   void grow(const Source& source, uint64_t ready);
   bool start_at_once(Call& call);
   void start_waiting(Call& call, RelayContext relaying);
@@ -131,8 +131,10 @@ class World {
   void check_transfer(Link& link, const std::shared_ptr<Transfer>& transfer);
   void check_under_way(Link& link);
   void check_end();
+  void check_effort();
   void check_told(const Call& call);
   void check_work(const Link& link);
+  static void check_looks(const Link& link, Transfer& transfer);
   void on_landing(const std::byte* at);
 
   Random& random() { return scheduler_.random(); }
@@ -149,7 +151,7 @@ class World {
   std::vector<std::pair<Peer*, LeaseSeat>> spare_;     // seats that nobody reads under
   std::vector<Source> offered_;                        // further readers of offers that somebody reads
   std::vector<std::pair<Link*, LeaseSeat>> released_;  // of them, those that a connection took
-  std::set<uint64_t> lost_;                            // of them, the words that it has given back
+  std::set<uint64_t> lost_;                            // of them, the words that it has returned
   std::shared_ptr<CompletionQueue> control_;
   Answers answers_ = Answers::kSoon;
   bool ticks_ = true, control_stopped_ = false, closed_ = false;

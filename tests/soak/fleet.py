@@ -190,7 +190,7 @@ class Fleet:
             self._end(shared, running.reader)
 
     def _end(self, shared: _Shared, reader: Child) -> None:
-        """Nobody reads it any more: a reader gives it back, or its owner takes it back."""
+        """Nobody reads it any more: a reader releases it, or its owner takes it back."""
         if reader in self.children and self._random.random() < 0.5:
             transport = self._random.choice(reader.transports)
             reader.send(reader.reader, Release(shared.offered, transport))
@@ -236,7 +236,7 @@ class Fleet:
         self._start(child.name, child.transports, has_owner=child.has_owner, has_reader=child.has_reader)
 
     def finish(self) -> None:
-        """Lets everybody end what is under way, and looks at what is left."""
+        """Lets everybody end what is under way, and checks what is left."""
         for child in self.children:
             child.go_on()
         self._later.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a reader pulls to. After a pull its place is poisoned, and looked at again before the next one uses it."""
+"""Where a reader pulls to. After a pull its place is poisoned, and checked again before the next one uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Places:
         self._look(first)
         return first
 
-    def give_back(self, first: int) -> None:
+    def release(self, first: int) -> None:
         """A pull to it has ended: what lands from now on is late."""
         self._words[first : first + self._blocks_each] = POISON
         with self._lock:

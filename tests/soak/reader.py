@@ -80,7 +80,7 @@ class Reader:
             while (first := destination.places.take()) is None:
                 time.sleep(0.001)
             outcome = self._outcome(destination, order, first)
-            destination.places.give_back(first)
+            destination.places.release(first)
             self._send(Pulled(order.number, outcome))
             self._tell_late(order.transport, destination)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 _DEVICES = Path("/sys/class/infiniband")
@@ -20,7 +20,7 @@ def netdev(device: str) -> str:
 
 @contextlib.contextmanager
 def down(device: str) -> Iterator[None]:
-    """Its port is down, and whoever watches its async events hears it at once."""
+    """Its port is down, and whoever watches its async events receives the event at once."""
     _ip("link", "set", netdev(device), "down")
     try:
         yield
@@ -107,6 +107,28 @@ def unresolved(device: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["sysctl", "-qw", f"{setting}=1"], check=True)
+        _ip("neigh", "flush", "all")
+
+
+@contextlib.contextmanager
+def rails_apart(addresses: Mapping[str, str]) -> Iterator[None]:
+    """These devices have other addresses, and those of one network do not reach those of another."""
+    moved = {netdev(device): address for device, address in addresses.items()}
+    interfaces = [netdev(f"rxe{number}") for number in range(1, 5)]
+    try:
+        for interface in interfaces:  # 2: answers ARP only within its own network
+            subprocess.run(["sysctl", "-qw", f"net.ipv4.conf.{interface}.arp_ignore=2"], check=True)
+        for interface, address in moved.items():
+            _ip("address", "flush", "dev", interface)
+            _ip("address", "add", f"{address}/24", "dev", interface)
+        _ip("neigh", "flush", "all")
+        yield
+    finally:
+        for interface in interfaces:
+            subprocess.run(["sysctl", "-qw", f"net.ipv4.conf.{interface}.arp_ignore=1"], check=True)
+        for interface in moved:
+            _ip("address", "flush", "dev", interface)
+            _ip("address", "add", f"10.0.1.{interface.removeprefix('nic')}/24", "dev", interface)
         _ip("neigh", "flush", "all")
 
 

@@ -15,7 +15,7 @@ ALL = {"rxe0", "rxe1", "rxe2", "rxe3", "rxe4"}
 
 
 def check_reads(owner: str, reader: str, qps: int = 1) -> None:
-    """Raises PerftestError. Its figure is not looked at: an emulated clock may leave 0.00 of it."""
+    """Raises PerftestError. Its figure is not checked: an emulated clock may leave 0.00 of it."""
     read_bandwidth(owner, reader, size=64 * KIB, iterations=20, qps=qps)
 
 

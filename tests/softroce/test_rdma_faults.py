@@ -99,6 +99,22 @@ def test_the_only_port_goes_down_in_the_middle_of_a_pull(rails: Rails) -> None:
     pair.works()
 
 
+def test_a_port_of_the_reader_goes_down_before_the_pull_starts(rails: Rails) -> None:
+    pair = rails(TWO_NICS)
+    ticket = pair.offer(APART)
+    with links.down("rxe3"):
+        pair.pull(ticket, MANY, timeout_s=60)
+        eventually(lambda: lanes(pair) == 2, 60)
+
+
+def test_the_only_port_of_the_reader_goes_down_before_the_pull_starts(rails: Rails) -> None:
+    pair = rails(ONE_NIC)
+    with links.down("rxe3"), pytest.raises(KVLinkError, match="rxe3:1") as failed:
+        pair.start(pair.offer([3]), [9], timeout_s=5).wait(30)
+    assert "owner closed" not in str(failed.value)
+    pair.works()
+
+
 def test_a_path_that_swallows_all_costs_the_deadline_and_no_byte_lands_late(rails: Rails) -> None:
     pair = rails(ONE_NIC)
     ticket = pair.offer(APART)

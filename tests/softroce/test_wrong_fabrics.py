@@ -33,10 +33,12 @@ def new_pair() -> Iterator[NewPair]:
     """Makes pairs that may use verbs and tcp, which the faults leave alone: it is on lo."""
     with ExitStack() as opened:
 
-        def make(owner_nics: str, reader_nics: str, *, works: bool = True, **config: Any) -> Pair:
+        def make(
+            owner_nics: str, reader_nics: str, *, works: bool = True, num_blocks: int = 130, **config: Any
+        ) -> Pair:
             process = PeerProcess(KVLINK_NICS=owner_nics)
             opened.callback(process.close)
-            pair = Pair(process, "wrong", "verbs,tcp", num_blocks=130, nics=reader_nics, **config)
+            pair = Pair(process, "wrong", "verbs,tcp", num_blocks=num_blocks, nics=reader_nics, **config)
             opened.callback(pair.close)
             if works:
                 pair.works()
@@ -120,6 +122,40 @@ def test_a_rail_that_carries_nothing_costs_its_share_alone(new_pair: NewPair) ->
     print(f"first pull {took[0]:.2f} s, slowest of the other {len(took) - 1} {max(took[1:]):.2f} s")
     assert max(took[1:]) < 2.0
     eventually(lambda: path_of(pair).lanes == 4, 120)
+
+
+def test_a_rail_far_slower_than_its_equals_is_set_aside_and_used_again(new_pair: NewPair) -> None:
+    apart, many = range(0, 1024, 2), range(512)  # 8 MiB: enough to measure both rails
+    pair = new_pair("rxe1:1,rxe2:1", "rxe3:1,rxe4:1", lanes=4, num_blocks=1026, rdma_silence_s=5)
+
+    def pull() -> tuple[float, str]:
+        began = time.monotonic()
+        path = pair.pull(pair.offer(apart), many, timeout_s=60).explain()[0]
+        assert (path.transport, path.lanes, path.restarted) == ("verbs", 4, "")
+        return time.monotonic() - began, str(path)
+
+    def times_set_aside() -> int:
+        return sum(link.counts.rails_set_aside for link in pair.reader.stats().links)
+
+    pull()
+    with links.impaired("rxe2", "netem", "rate", "6mbit", "limit", "4000"):
+        slow = [pull()[0] for _ in range(3)]
+        rest = [pull() for _ in range(5)]
+        assert all("rxe4:1->rxe2:1 50%, set aside: " in path for _, path in rest)
+        print(f"seconds before {slow} and after {[round(took, 2) for took, _ in rest]}; {rest[-1][1]}")
+        assert max(took for took, _ in rest) < min(slow) / 2
+        assert times_set_aside() == 1
+    eventually(lambda: "set aside" not in pull()[1], 120)
+    assert times_set_aside() == 1
+
+
+def test_rails_that_do_not_reach_each_other_are_not_joined(new_pair: NewPair) -> None:
+    with links.rails_apart({"rxe2": "10.0.2.2", "rxe4": "10.0.2.4"}):
+        pair = new_pair("rxe1:1,rxe2:1", "rxe4:1", works=False, lanes=4)
+        began = time.monotonic()
+        path = path_of(pair)
+        print(f"first pull {time.monotonic() - began:.2f} s; {path}")
+        assert (path.transport, path.nics, path.lanes) == ("verbs", ("rxe4:1->rxe2:1",), 4)
 
 
 _ADDRESS = """

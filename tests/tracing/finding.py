@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A span as tests look at it, wherever it was collected."""
+"""A span as tests see it, wherever it was collected."""
 
 from __future__ import annotations
 

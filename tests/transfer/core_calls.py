@@ -233,6 +233,37 @@ def only_connection() -> _core.Connection:
     return connection
 
 
+def dialling() -> tuple[_core.Channel, tuple[Any, ...]]:
+    """Returns a channel, and the arguments with which it dials an owner."""
+    owner, _ = started()
+    serving, reader = _core.Channel(), _core.Channel()
+    addresses, instance, secret = serving.listen(owner, "127.0.0.1", 0)
+    serving.publish(b"a card")
+    _kept.extend([serving, reader])
+    return reader, (addresses, instance, secret, False, _SOON_S)
+
+
+def of_channel(call: Callable[[_core.Channel], object]) -> Callable[[], Case]:
+    def case() -> Case:
+        made = _core.Channel()
+        return Case(lambda: call(made))
+
+    return case
+
+
+def admitted() -> _core.ChannelClient:
+    reader, to = dialling()
+    return reader.dial(*to)
+
+
+def of_client(call: Callable[[_core.ChannelClient], object]) -> Callable[[], Case]:
+    def case() -> Case:
+        client = admitted()
+        return Case(lambda: call(client))
+
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "kernel_target": lambda: Case(
         lambda: _core.kernel_target(0)
@@ -278,6 +309,22 @@ CASES: dict[str, Callable[[], Case]] = {
     "Connection.settle": settle_beside_a_copy,
     "Connection.time_read": of_pair(lambda pair: lambda: time_read(pair)),
     "Connection.close": of_pair(lambda pair: pair.connection.close),
+    "Channel.__init__": lambda: Case(_core.Channel),
+    "Channel.__del__": of_dropped(_core.Channel),
+    "Channel.listen": lambda: (lambda channel, owner: Case(lambda: channel.listen(owner, "127.0.0.1", 0)))(
+        _core.Channel(), started()[0]
+    ),
+    "Channel.publish": of_channel(lambda channel: channel.publish(b"a card")),
+    "Channel.dial": lambda: (lambda reader, to: Case(lambda: reader.dial(*to)))(*dialling()),
+    "Channel.close": of_channel(lambda channel: channel.close()),
+    "ChannelClient.__del__": of_dropped(admitted),
+    "ChannelClient.card": of_client(lambda client: client.card(_SOON_S)),
+    "ChannelClient.connect": of_client(lambda client: client.connect("tcp", [b"a hello"], _SOON_S)),
+    "ChannelClient.settle": of_client(lambda client: client.settle(1, 1 << 40, _SOON_S)),
+    "ChannelClient.end_with_owner": lambda: (
+        lambda client, connection: Case(lambda: client.end_with_owner(connection))
+    )(admitted(), only_connection()),
+    "ChannelClient.close": of_client(lambda client: client.close()),
     "PreparedPlan.__del__": of_dropped(last_connection),
     "PreparedPlan.pull": of_pair(prepared),
     "Pull.begin": of_pull(lambda pull: pull.begin()),

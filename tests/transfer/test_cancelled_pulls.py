@@ -110,7 +110,7 @@ async def test_a_cancelled_await_ends_once_the_reads_have(held: HeldCore) -> Non
     held.end()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert held.blocking_waits == 0, "the loop stood still"
+    assert held.blocking_waits == 0, "the loop was blocked"
 
 
 async def test_wait_for_returns_once_the_reads_have_ended(held: HeldCore) -> None:

@@ -29,6 +29,7 @@ _BEFORE = "stores its arguments in an engine that has not started, which no othe
 _COMPUTES = "computes, for less time than a thread keeps the GIL anyway"
 
 EXEMPT = {
+    "ChannelClient.ended": _MOMENT,
     "CompletionQueue.__init__": "opens an eventfd",
     "CompletionQueue.close": _MOMENT,
     "CompletionQueue.drain": _MOMENT,

@@ -189,7 +189,7 @@ def test_what_may_not_be_staged_is_refused_loudly(
     assert not opened_since(before)
 
 
-def test_the_first_region_is_given_back_when_the_second_is_staged(root: Path, gpu: Gpu) -> None:
+def test_the_first_region_is_released_when_the_second_is_staged(root: Path, gpu: Gpu) -> None:
     before = descriptors()
     first, second = at(BASE, SIZE), at(SECOND, SIZE, Kind.ASYNC)
     driver = FakeCuda(gpu, first, second)

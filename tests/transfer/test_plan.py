@@ -534,7 +534,7 @@ def _release_sources(worker: Worker) -> None:
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_an_iterator_is_read_once_and_whole(worker: Worker, reader: Callable[[Worker, Any], object]) -> None:
-    """A second look at an iterator with a bad element would see only what follows it."""
+    """A second pass over an iterator with a bad element would see only what follows it."""
     blocks = worker.pool.numpy().reshape(2, NUM_BLOCKS, -1)
     blocks[:] = np.arange(NUM_BLOCKS)[None, :, None] % 251
     soft = worker.offer_soft("soft", [30, 31, 32])

@@ -238,7 +238,7 @@ KEY = ("owner", 1)
 
 
 class Clock:
-    """Stands still unless a test moves it."""
+    """Does not advance unless a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -118,7 +118,7 @@ def quick_turns() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(_shared_peers: dict[bool, Peer]) -> Iterator[None]:
-    """Every test gives back its descriptors and threads: in this process, and in the shared peer."""
+    """Every test releases its descriptors and threads: in this process, and in the shared peer."""
     peers = _shared_peers.values()
     before = [usage(peer.pid) for peer in peers]
     yield

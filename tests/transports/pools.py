@@ -44,7 +44,7 @@ _GPU_BIT = 1 << 60  # in addresses that no CPU can follow, as tests/fake_cuda/fa
 
 
 class _StandInPool(BlockPool):
-    """Gives tests the memory behind the stand-in's addresses, to fill and to look at."""
+    """Gives tests the memory behind the stand-in's addresses, to fill and to check."""
 
     def numpy(self, region: int = 0) -> Bytes:
         memory = self.regions[region]
@@ -53,7 +53,7 @@ class _StandInPool(BlockPool):
 
 
 class _RealGpuPool(BlockPool):
-    """On a real GPU; what the tests fill and look at goes there and comes from there."""
+    """On a real GPU; what the tests fill and check goes there and comes from there."""
 
     def numpy(self, region: int = 0) -> Bytes:
         return seen(self.torch(region))

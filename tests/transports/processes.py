@@ -105,7 +105,7 @@ class PeerProcess:
         return answer["ok"]
 
     def stop(self) -> None:
-        """SIGSTOP; returns when every thread of it stands still."""
+        """SIGSTOP; returns when every thread of it is stopped."""
         self._stopped = True
         os.kill(self.pid, signal.SIGSTOP)
         while any(_state(task) not in "Tt" for task in Path(f"/proc/{self.pid}/task").iterdir()):

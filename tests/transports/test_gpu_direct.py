@@ -81,7 +81,7 @@ def test_where_it_cannot_be_taken_it_is_refused_by_name(opened: Open, owner: str
     assert why in path["refused"]["cuda"]
 
 
-def test_blocks_that_were_given_back_are_never_used(opened: Open) -> None:
+def test_blocks_that_were_released_are_never_used(opened: Open) -> None:
     exporter, taker = opened(wide(64), OWN_GPU, OWN_GPU, transports="cuda")
     ticket = exporter.offer([1, 2])
     exporter.do("abort", request_id=ticket.request_id)

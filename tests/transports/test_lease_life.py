@@ -121,7 +121,7 @@ def test_an_expiry_during_a_pull_makes_it_fail(transport: str, new_pair: NewPair
         pair = new_pair(transport, fault="delay-data=700ms@1")
         ticket = pair.offer(range(16), ttl_s=0.3)
         try:
-            pair.pull(ticket, range(16, 32))  # it may, where the owner looks at its leases too late
+            pair.pull(ticket, range(16, 32))  # it may, where the owner checks its leases too late
         except (StaleBlocks, PeerUnreachable):  # unreachable where the owner can cut the reader off
             break
     else:

@@ -100,7 +100,7 @@ def test_of_a_worker_that_restarted_is_quiet(
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_every_rank_gives_back_its_own_seat(
+def test_every_rank_releases_its_own_seat(
     new_owner: NewOwner, new_reader: NewReader, connected: bool
 ) -> None:
     owners = [
@@ -163,7 +163,7 @@ def test_by_request_id(coordinator: CoordinatorProcess, new_pair: NewPair) -> No
     assert pair.reader.peers() == []
 
 
-def test_what_cannot_be_given_back(
+def test_what_cannot_be_released(
     new_owner: NewOwner, new_reader: NewReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = new_owner(PoolSpec(total_heads=4), transports="shm")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.config import CATALOGUE, WorkerConfig, sources, unknown
+from kvlink.config import CATALOGUE, WorkerConfig, parse_channel, sources, unknown
 from kvlink.config.addresses import split_address
 from kvlink.config.rdma_config import NicNames, parse_nics, parse_pkey
 from kvlink.config.setting import Setting
@@ -56,6 +56,17 @@ def test_workers_of_a_host_count_up_from_the_ports_that_were_given() -> None:
     assert config.of_worker(0) == config
     with pytest.raises(ConfigError, match="KVLINK_METRICS_PORT=65536"):
         WorkerConfig(metrics_port=65535).of_worker(1)
+
+
+def test_the_native_channel_is_off_unless_it_is_set() -> None:
+    given = {"": None, "off": None, "ON": 0, " 7420": 7420, "65535": 65535}
+    assert {text: parse_channel(text) for text in given} == given
+    assert parse_channel(WorkerConfig().channel) is None
+    assert WorkerConfig(channel="7420").of_worker(2).channel == "7422"
+    assert WorkerConfig(channel="on").of_worker(2).channel == "on"
+    for text in ("0", "65536", "yes", "7420x", "-1", "²"):
+        with pytest.raises(ConfigError, match="must be on, off, or a port"):
+            WorkerConfig(channel=text)
 
 
 def test_values_are_read_by_the_type_of_their_default() -> None:

@@ -64,7 +64,7 @@ def test_a_late_byte_is_found_once() -> None:
     first = places.take()
     assert first == 0
     words[first] = 1  # in time
-    places.give_back(first)
+    places.release(first)
     places.look_at_all()
     assert places.take_late() == 0
     words.view(np.uint8)[2, 5] = 1

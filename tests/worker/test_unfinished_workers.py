@@ -78,7 +78,7 @@ def before(pool: BlockPool) -> Iterator[Counter[str]]:
     for _ in range(2):
         made(pool).close()
     gc.collect()
-    gc.freeze()  # each look at the descriptors collects
+    gc.freeze()  # each count of the descriptors collects
     yield held()
     gc.unfreeze()
 

@@ -78,7 +78,7 @@ async def test_a_worker_that_rejoins_still_drains(
     set_caller(Caller(incarnation=worker.card.incarnation))
     await coordinator._store.leave(
         "prefill-0", worker.card.epoch
-    )  # the next beat hears that it is not joined
+    )  # the next beat learns that it is not joined
     cards: list[WorkerCard] = []
     while not cards:
         cards = await client.workers()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves one end: `python -m adapters PEER`, from the folder above, answers JSON lines on stdin until it ends.
 
+With the path of a socket after PEER, it connects there instead, and first says its process and its rank. The library is
+then loaded at once, because that waits for the other end.
+
 {"do": NAME, "arguments": {…}} calls a method of End. The answer is one line, with "error" if the call failed.
 """
 
@@ -9,11 +12,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -84,12 +88,12 @@ class End:
         }
 
 
-def serve(peer: str) -> None:
+def serve(peer: str, path: str = "") -> None:
     """Serves requests. Output of the peer goes to stderr, because stdout is for answers."""
-    answers = os.fdopen(os.dup(1), "w")
+    questions, answers = _dialled(peer, path) if path else (sys.stdin, os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
     end = End(peer)
-    for line in sys.stdin:
+    for line in questions:
         message = json.loads(line)
         try:
             answer = getattr(end, message["do"])(**message["arguments"])
@@ -99,6 +103,19 @@ def serve(peer: str) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
+def _dialled(peer: str, path: str) -> tuple[IO[str], IO[str]]:
+    importlib.import_module(f".{peer}", __package__)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    questions, answers = connection.makefile("r"), connection.makefile("w")
+    print(
+        json.dumps({"pid": os.getpid(), "rank": int(os.environ["OMPI_COMM_WORLD_RANK"])}),
+        file=answers,
+        flush=True,
+    )
+    return questions, answers
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])
     os._exit(0)  # NIXL's wheel crashes in its libraries' clean-up at a normal exit

@@ -35,6 +35,10 @@ class Blocks:
         """Returns the size of all blocks."""
         return int(self._words.nbytes)
 
+    def as_bytes(self) -> npt.NDArray[np.uint8]:
+        """Returns the memory of all blocks."""
+        return self._words.view(np.uint8).reshape(-1)
+
     def move_to(self, memory: npt.NDArray[np.uint8]) -> None:
         """Moves the blocks into `memory`, which has exactly as many bytes."""
         words: npt.NDArray[np.uint64] = memory.view(np.uint64).reshape(self._words.shape)

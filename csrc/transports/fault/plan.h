@@ -12,7 +12,8 @@
 //           | deny      completes with kAccessDenied without executing
 //           | corrupt   flips one byte that landed; in a slot, within its first word
 //           | break     loses this endpoint's connection
-//   target := slot | data                      slot: reads whose operations all have at most 64 bytes
+//   target := slot | data                      slot: reads whose operations all have at most 64 bytes;
+//                                              data: all others, except those that try a new connection
 //   time   := number ("us" | "ms" | "s")       only with delay
 //   when   := N | A ".." B | "every:" K        1-based number of post_read, over all endpoints of the transport,
 //                                              counted among the posts of the rule's target

@@ -5,6 +5,7 @@
 #include <sys/timerfd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <mutex>
 #include <unordered_map>
@@ -22,9 +23,11 @@ namespace {
 constexpr uint32_t kMaxSlotBytes = 64;
 constexpr uint64_t kDecidingSlotBytes = 8;  // the nonce: a flip elsewhere in a slot might go unnoticed
 
-bool is_slot(const Chunk& chunk) {
-  return std::all_of(chunk.ops.begin(), chunk.ops.end(),
-                     [](const ReadOp& op) { return op.bytes <= kMaxSlotBytes; });
+/// Reads that try a new connection are under no lease, and so kAny.
+FaultTarget target_of(const Chunk& chunk) {
+  if (std::ranges::all_of(chunk.ops, [](const ReadOp& op) { return op.bytes <= kMaxSlotBytes; }))
+    return FaultTarget::kSlot;
+  return chunk.guard.value != 0 ? FaultTarget::kData : FaultTarget::kAny;
 }
 
 /// The rules, and counts of the posts they have seen. Any thread.
@@ -41,22 +44,24 @@ class Plan {
       return rule.action == FaultAction::kCorrupt && rule.target != FaultTarget::kSlot;
     });
   }
-  Verdict judge(bool slot) {
+  Verdict judge(FaultTarget target) {
     std::lock_guard lock(mutex_);
-    ++num_posts_;
-    ++(slot ? num_slots_ : num_data_);
+    uint64_t& all = count(FaultTarget::kAny);
+    ++all;
+    if (target != FaultTarget::kAny) ++count(target);
     for (const FaultRule& rule : rules_) {
-      if (rule.target == (slot ? FaultTarget::kData : FaultTarget::kSlot)) continue;
-      const uint64_t number = rule.target == FaultTarget::kAny ? num_posts_ : (slot ? num_slots_ : num_data_);
-      if (rule.hits(number)) return {&rule, num_posts_};
+      const bool meant = rule.target == FaultTarget::kAny || rule.target == target;
+      if (meant && rule.hits(count(rule.target))) return {&rule, all};
     }
     return {};
   }
 
  private:
+  uint64_t& count(FaultTarget target) { return posts_[static_cast<size_t>(target)]; }
+
   const std::vector<FaultRule> rules_;
   std::mutex mutex_;
-  uint64_t num_posts_ = 0, num_slots_ = 0, num_data_ = 0;
+  std::array<uint64_t, 3> posts_{};  // by FaultTarget
 };
 
 // splitmix64: gives a place that looks random and is the same in every run.
@@ -70,7 +75,7 @@ uint64_t scramble(uint64_t value) {
 void flip_byte(const Chunk& chunk, uint64_t number) {
   uint64_t bytes = 0;
   for (const ReadOp& op : chunk.ops) bytes += op.bytes;
-  if (is_slot(chunk)) bytes = std::min(bytes, kDecidingSlotBytes);
+  if (target_of(chunk) == FaultTarget::kSlot) bytes = std::min(bytes, kDecidingSlotBytes);
   uint64_t at = scramble(number) % bytes;
   for (const ReadOp& op : chunk.ops) {
     for (uint32_t i = 0; i < op.num_segments; ++i) {
@@ -100,7 +105,7 @@ class FaultEndpoint final : public WrappedEndpoint {
   const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
-    const auto [rule, number] = plan_->judge(is_slot(chunk));
+    const auto [rule, number] = plan_->judge(target_of(chunk));
     if (!broken_.ok()) return broken_;
     if (hung_) return {};
     if (!rule) return inner_->post_read(token, chunk);

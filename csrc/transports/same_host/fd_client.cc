@@ -20,7 +20,7 @@
 namespace kvlink {
 namespace {
 
-Status owner_gone() { return Status::Unreachable("the owner has closed or ended"); }
+Status owner_closed() { return Status::Unreachable("the owner has closed or ended"); }
 Status failed(const char* call) {
   return sys::failed(Code::kTransportUnavailable, "cannot connect to the owner's Unix socket", call, errno);
 }
@@ -68,7 +68,7 @@ Status FdClient::establish(std::string_view reply, const Patience& patience) {
   if (Status status = connect(patience); !status.ok()) return status;
   const auto send = [&] { return ::send(socket_.get(), secret.data(), secret.size(), MSG_NOSIGNAL); };
   if (in_time(SO_SNDTIMEO, patience, send) < 0) {
-    return errno == EAGAIN ? too_late(patience) : errno == EPIPE ? owner_gone() : failed("send");
+    return errno == EAGAIN ? too_late(patience) : errno == EPIPE ? owner_closed() : failed("send");
   }
   return receive_all(patience);
 }
@@ -98,7 +98,7 @@ Status FdClient::connect(const Patience& patience) {
   };
   if (in_time(SO_SNDTIMEO, patience, knock) != 0) {
     if (errno == EAGAIN) return too_late(patience);
-    return errno == ECONNREFUSED ? owner_gone() : failed("connect");
+    return errno == ECONNREFUSED ? owner_closed() : failed("connect");
   }
   return watch_owner();
 }
@@ -128,9 +128,9 @@ Status FdClient::watch_owner() {
 Status FdClient::receive_all(const Patience& patience) {
   uint32_t total = 0;
   do {
-    const Result<uint32_t> told = receive(patience);
-    if (!told.ok()) return told.status();
-    total = *told;
+    const Result<uint32_t> received = receive(patience);
+    if (!received.ok()) return received.status();
+    total = *received;
   } while (received_.size() < total);
   return {};
 }
@@ -147,7 +147,7 @@ Result<uint32_t> FdClient::receive(const Patience& patience) {
   const ssize_t size =
       in_time(SO_RCVTIMEO, patience, [&] { return ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
   if (size < 0)
-    return errno == EAGAIN ? too_late(patience) : errno == ECONNRESET ? owner_gone() : failed("recvmsg");
+    return errno == EAGAIN ? too_late(patience) : errno == ECONNRESET ? owner_closed() : failed("recvmsg");
   std::vector<UniqueFd> fds = attached_fds(message);
   if (size == 0)
     return Status::AccessDenied("the owner refused this reader: its invitation is unknown or used");
@@ -184,7 +184,7 @@ Result<UniqueFd> FdClient::take(const FdOffer& wanted) {
 
 Status FdClient::check_owner() const {
   std::array<pollfd, 2> signs{{{socket_.get(), POLLIN, 0}, {pidfd_.get(), POLLIN, 0}}};
-  return ::poll(signs.data(), signs.size(), 0) > 0 ? owner_gone() : Status{};
+  return ::poll(signs.data(), signs.size(), 0) > 0 ? owner_closed() : Status{};
 }
 
 void FdClient::close() {

@@ -285,9 +285,9 @@ void Owner::accept_ready() {
     const uint64_t serial = next_serial_++;
     // A socket that cannot be watched is closed, which its reader sees at once.
     const Greeting greeting{kHelloMagic, kVersion, 0, address_.instance};  // a fresh socket has room for it
-    const bool told = ::send(socket.get(), &greeting, sizeof greeting, MSG_DONTWAIT | MSG_NOSIGNAL) ==
+    const bool sent = ::send(socket.get(), &greeting, sizeof greeting, MSG_DONTWAIT | MSG_NOSIGNAL) ==
                       static_cast<ssize_t>(sizeof greeting);
-    if (!told || !tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
+    if (!sent || !tune(socket.get()) || !watch(socket.get(), EPOLLIN, serial)) continue;
     leave_unpaced_in_host(socket.get());
     pending_.emplace(serial, PendingSocket{std::move(socket), now_ns() + kHelloNs, {}, 0});
   }
@@ -323,9 +323,9 @@ void Owner::read_hello(uint64_t serial) {
 
   uint64_t connection_id = 0;
   const HelloReply reply{kHelloMagic, kVersion, authenticate(pending.hello, connection_id)};
-  const bool told =
+  const bool sent =
       ::send(pending.socket.get(), &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof reply;
-  if (told && reply.verdict == Verdict::kAdmitted) {
+  if (sent && reply.verdict == Verdict::kAdmitted) {
     served_.try_emplace(serial, std::move(pending.socket), connection_id, regions_,
                         device_.queue ? &device_ : nullptr);
     pending_.erase(found);  // its socket stays watched under the same serial

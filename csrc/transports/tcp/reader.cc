@@ -135,7 +135,7 @@ Status Reader::greet(const Invitation& invitation, const Patience& patience) {
   if (failed != 0) return Status::Unreachable(errno_text("cannot connect to " + peer_));
 
   Greeting greeting{};
-  if (Status heard = receive_whole(&greeting, sizeof greeting, patience); !heard.ok()) return heard;
+  if (Status received = receive_whole(&greeting, sizeof greeting, patience); !received.ok()) return received;
   if (greeting.magic != kHelloMagic || greeting.version != kVersion) {
     return Status::Unreachable("protocol error: " + peer_ + " is not a kvlink tcp owner of this version");
   }
@@ -149,7 +149,7 @@ Status Reader::greet(const Invitation& invitation, const Patience& patience) {
     return Status::Unreachable(errno_text("cannot send the hello to " + peer_));
   }
   HelloReply reply{};
-  if (Status heard = receive_whole(&reply, sizeof reply, patience); !heard.ok()) return heard;
+  if (Status received = receive_whole(&reply, sizeof reply, patience); !received.ok()) return received;
   if (reply.magic != kHelloMagic || reply.version != kVersion || reply.verdict > Verdict::kRefused) {
     return Status::Unreachable("protocol error: " + peer_ + " answers with a malformed verdict");
   }

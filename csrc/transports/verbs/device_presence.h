@@ -19,7 +19,7 @@ class DeviceNode {
   explicit DeviceNode(std::string path) : path_(std::move(path)), inode_(poll()) {}
 
   /// Another device may have the same name by now.
-  bool gone() const {
+  bool removed() const {
     if (inode_ == 0) return false;
     const ino_t now = poll();
     return now != inode_ && (now != 0 || errno == ENOENT);

@@ -88,11 +88,11 @@ class VerbsEndpoint final : public Endpoint {
 
   bool is_large(const Post& post) const { return post.bytes > qp_->packet_bytes(); }
   uint64_t under_way() const { return num_posted_ - num_completed_; }
-  bool lost_nic() const { return qp_->nic()->gone() || qp_->nic()->losses() != losses_; }
+  bool lost_nic() const { return qp_->nic()->removed() || qp_->nic()->losses() != losses_; }
   Status connect(std::string_view reply, const Patience& patience);
   uint32_t add(Post& post, uint32_t used, uint32_t room);
   void pump();
-  Status check_alive(int64_t now, bool heard, bool waiting);
+  Status check_alive(int64_t now, bool answered, bool waiting);
   Status why_failed(const ibv_wc& completion) const;
   void take(const ibv_wc& completion);
   void retire(std::vector<Completion>& ended);
@@ -201,14 +201,14 @@ void VerbsEndpoint::pump() {
 
 /// No thread of the owner takes part in a read, so only its NIC can be silent. If nothing is under way, a
 /// pull that waits asks it now and then.
-Status VerbsEndpoint::check_alive(int64_t now, bool heard, bool waiting) {
+Status VerbsEndpoint::check_alive(int64_t now, bool answered, bool waiting) {
   if (lost_nic()) return qp_->nic()->why_lost();
   if (qp_->failed()) return qp_->why_failed();
-  if (heard) liveness_.heard();
+  if (answered) liveness_.answered();
   if (waiting && under_way() == 0 && liveness_.idle_too_long(now)) {
     if (Status status = qp_->ask(++num_posted_); !status.ok()) return status;
   }
-  if (heard || under_way() == 0 || !liveness_.too_long(now)) return {};
+  if (answered || under_way() == 0 || !liveness_.too_long(now)) return {};
   return Status::Unreachable(qp_->name() + ": the owner's NIC answered nothing for " +
                              std::to_string(timeouts_.silence_ns / 1'000'000) +
                              " ms; its port, device or host is gone");
@@ -315,7 +315,7 @@ void VerbsEndpoint::close() {
     qp_->nic()->note_large_lost(owner_gid_);
   }
   if (connected_ && broken_.ok() && !qp_->failed()) say_goodbye();
-  if (qp_->halt() && !qp_->nic()->gone()) wait_until_flushed(kFlushNs);
+  if (qp_->halt() && !qp_->nic()->removed()) wait_until_flushed(kFlushNs);
   posts_.clear();
   num_full_ = 0;
   if (broken_.ok()) broken_ = Status::Unreachable("the connection was closed");

@@ -6,6 +6,7 @@
 #include <net/if.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <cstring>
 #include <optional>
@@ -29,6 +30,19 @@ std::optional<Gid> ip_of(const sockaddr* address) {
   if (IN6_IS_ADDR_LINKLOCAL(&v6)) return {};
   std::memcpy(ip.data(), &v6, ip.size());
   return ip;
+}
+
+/// Returns LocalIp::net_bits. Those before a mapped IPv4 address count.
+uint32_t net_bits_of(const sockaddr* mask) {
+  if (!mask) return 128;
+  if (mask->sa_family == AF_INET) {
+    const auto bits = std::popcount(reinterpret_cast<const sockaddr_in*>(mask)->sin_addr.s_addr);
+    return static_cast<uint32_t>(8 * sizeof kMapped) + static_cast<uint32_t>(bits);
+  }
+  uint32_t bits = 0;
+  for (const uint8_t byte : reinterpret_cast<const sockaddr_in6*>(mask)->sin6_addr.s6_addr)
+    bits += static_cast<uint32_t>(std::popcount(byte));
+  return bits;
 }
 
 }  // namespace
@@ -104,10 +118,14 @@ Result<GidChoice> GidChoice::parse(const std::string& text) {
 
 bool GidChoice::allows(int at, const Gid& gid) const {
   if (index) return at == *index;
-  const size_t bytes = prefix_bits / 8;
-  if (std::memcmp(gid.data(), prefix.data(), bytes) != 0) return false;
-  const uint32_t rest = prefix_bits % 8;
-  const auto differ = static_cast<uint8_t>(bytes < gid.size() ? gid[bytes] ^ prefix[bytes] : 0);
+  return same_prefix(gid, prefix, prefix_bits);
+}
+
+bool same_prefix(const Gid& a, const Gid& b, uint32_t bits) {
+  const size_t bytes = bits / 8;
+  if (std::memcmp(a.data(), b.data(), bytes) != 0) return false;
+  const uint32_t rest = bits % 8;
+  const auto differ = static_cast<uint8_t>(bytes < a.size() ? a[bytes] ^ b[bytes] : 0);
   return rest == 0 || differ >> (8 - rest) == 0;
 }
 
@@ -121,16 +139,16 @@ bool same_subnet(const Gid& a, const Gid& b) {
   return flid_of(a) != 0 && flid_of(b) != 0 && std::memcmp(&a[kFlidAt + 2], &b[kFlidAt + 2], 2) == 0;
 }
 
-std::vector<Gid> local_ips() {
-  std::vector<Gid> found;
+std::vector<LocalIp> local_ips() {
+  std::vector<LocalIp> found;
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return found;
   for (const ifaddrs* at = all; at; at = at->ifa_next) {
     if (!(at->ifa_flags & IFF_UP)) continue;
-    if (const auto ip = ip_of(at->ifa_addr)) found.push_back(*ip);
+    if (const auto ip = ip_of(at->ifa_addr)) found.push_back({*ip, net_bits_of(at->ifa_netmask)});
   }
   ::freeifaddrs(all);
-  std::stable_partition(found.begin(), found.end(), is_v4);
+  std::stable_partition(found.begin(), found.end(), [](const LocalIp& each) { return is_v4(each.ip); });
   return found;
 }
 

@@ -39,13 +39,22 @@ struct GidChoice {
   bool allows(int at, const Gid& gid) const;
 };
 
+/// Returns whether the first `bits` of 128 are the same.
+bool same_prefix(const Gid& a, const Gid& b, uint32_t bits);
+
 /// InfiniBand: the LID by which routers forward to the subnet of this GID, or 0 if it has none.
 uint16_t flid_of(const Gid& gid);
 /// InfiniBand: returns whether a LID of one port reaches the other. The prefix is the first half of a GID. If
 /// both have a FLID, its last 16 bits are the subnet.
 bool same_subnet(const Gid& a, const Gid& b);
 
+/// An address of an interface. Those whose first `net_bits` of 128 are the same are on its network.
+struct LocalIp {
+  Gid ip{};
+  uint32_t net_bits = 128;
+};
+
 /// Returns this machine's addresses of interfaces that are up, IPv4 first, without link-local ones.
-std::vector<Gid> local_ips();
+std::vector<LocalIp> local_ips();
 
 }  // namespace kvlink::verbs

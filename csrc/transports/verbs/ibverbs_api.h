@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transports/verbs/gid.h"
 #include "transports/verbs/mlx5_api.h"
-#include "transports/verbs/protocol.h"
 
 namespace kvlink::verbs {
 
@@ -35,7 +35,7 @@ struct Api {
   const Mlx5Api* mlx5 = nullptr;                 // null: the library is absent or old
   std::string sysfs = "/sys/class/infiniband/";  // a folder for each device
   std::string nodes = "/dev/infiniband/";
-  std::vector<Gid> (*local_ips)() = nullptr;  // of this network namespace; null: they cannot be told
+  std::vector<LocalIp> (*local_ips)() = nullptr;  // of this network namespace; null: they cannot be told
 };
 
 /// Opens the library once. Returns kTransportUnavailable and the command that installs it if it is absent.

@@ -2,7 +2,7 @@
 // Decides how long a NIC may be silent. Pure: takes the time as a value.
 //
 // A pull ends, or continues on another NIC, within a second after a device was removed or a port went down.
-// An owner whose device went without an event finds out (kLookNs) and tells its readers (kTellNs). A reader
+// An owner whose device went without an event finds out (kLookNs) and tells its readers (kNotifyNs). A reader
 // that was not told asks now and then if it has nothing under way (kTickNs), gives up an owner that stays
 // silent (kSilenceNs), and flushes its queue pair (kFlushNs).
 #pragma once
@@ -12,21 +12,21 @@
 
 namespace kvlink::verbs {
 
-inline constexpr int64_t kLookNs = 100'000'000;  // a look costs a system call a port
-inline constexpr int64_t kTellNs = 20'000'000;   // a round trip of any fabric, on a busy machine
+inline constexpr int64_t kLookNs = 100'000'000;   // a look costs a system call a port
+inline constexpr int64_t kNotifyNs = 20'000'000;  // a round trip of any fabric, on a busy machine
 inline constexpr int64_t kTickNs = 100'000'000;
 // Several times what a NIC needs to resend lost packets; see LivenessTimeouts.
 inline constexpr int64_t kSilenceNs = 600'000'000;
 // A halted queue pair flushes in microseconds; a broken NIC never does.
 inline constexpr int64_t kFlushNs = 100'000'000;
-static_assert(kLookNs + kTellNs + kTickNs + kSilenceNs + kFlushNs < 1'000'000'000);
+static_assert(kLookNs + kNotifyNs + kTickNs + kSilenceNs + kFlushNs < 1'000'000'000);
 
 class Liveness {
  public:
   explicit Liveness(int64_t most_ns = kSilenceNs) : most_ns_(most_ns) {}
 
-  /// To be called when the other end was heard.
-  void heard() { silent_ns_ = looked_ns_ = idle_since_ns_ = 0; }
+  /// To be called when the other end has answered.
+  void answered() { silent_ns_ = looked_ns_ = idle_since_ns_ = 0; }
   /// The other end was asked and has not answered. Returns true if that lasts too long. Time that this
   /// process itself missed, stopped or without a CPU, counts for two ticks at most.
   bool too_long(int64_t now) {
@@ -48,7 +48,7 @@ class Liveness {
  private:
   int64_t most_ns_;
   int64_t silent_ns_ = 0;      // so far
-  int64_t looked_ns_ = 0;      // when last in vain; 0: not since it was heard
+  int64_t looked_ns_ = 0;      // when last in vain; 0: not since the other end answered
   int64_t idle_since_ns_ = 0;  // 0: it is not
 };
 

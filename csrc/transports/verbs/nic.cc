@@ -49,12 +49,18 @@ int rank(const Gid& gid, bool infiniband) {
   return is_link_local(gid) ? 1 : 3;
 }
 
-constexpr int kHere = 10;  // before every address of another network namespace
+constexpr uint32_t kSubnetBits = 64;  // of a GID of InfiniBand
+constexpr int kHere = 10;             // before every address of another network namespace
+
+/// Returns LocalIp::net_bits of a GID that is an address of this machine, or 0.
+uint32_t net_bits_of(const Gid& gid, const std::vector<LocalIp>& here) {
+  const auto found = std::ranges::find(here, gid, &LocalIp::ip);
+  return found == here.end() ? 0 : found->net_bits;
+}
 
 /// A NIC that pods share shows the addresses of all of them. A link-local one does not tell whose it is.
-int rank_of_roce(const Gid& gid, const std::vector<Gid>& here) {
-  const bool ours =
-      here.empty() || is_link_local(gid) || std::find(here.begin(), here.end(), gid) != here.end();
+int rank_of_roce(const Gid& gid, const std::vector<LocalIp>& here) {
+  const bool ours = here.empty() || is_link_local(gid) || net_bits_of(gid, here) > 0;
   const int alone = rank(gid, false);
   return alone > 0 && ours ? kHere + alone : alone;
 }
@@ -163,7 +169,7 @@ Status Nic::find_address() {
   const std::string types = port_folder(api_, place_.device, place_.port) + "gid_attrs/types/";
   const auto gid_type = [&](int index) { return read_line(types + std::to_string(index)); };
   const bool infiniband = !ethernet_ && !iwarp_;
-  const std::vector<Gid> here = roce && api_.local_ips ? api_.local_ips() : std::vector<Gid>();
+  const auto here = roce && api_.local_ips ? api_.local_ips() : std::vector<LocalIp>();
   int best = 0;
   std::string there_are;
   for (int index = 0; index < std::min(port.gid_tbl_len, kMostGids); ++index) {
@@ -178,6 +184,7 @@ Status Nic::find_address() {
     best = rank_here;
     gid_index_ = static_cast<uint8_t>(index);
     gid_ = gid;
+    net_bits_ = infiniband ? kSubnetBits : net_bits_of(gid, here);
   }
   if (best == 0 && !there_are.empty()) {
     return unusable(name_, "has no GID " + manner_.gid.text + ": it has " + there_are,
@@ -239,7 +246,7 @@ uint8_t Nic::gid_index() const {
 
 NicAddress Nic::address() const {
   std::lock_guard lock(mutex_);
-  return {name_, ethernet_, lid_, gid_, by_cm_, place_.mbps};
+  return {name_, ethernet_, lid_, gid_, by_cm_, place_.mbps, net_bits_};
 }
 
 void Nic::note_large_lost(const Gid& peer) {
@@ -256,7 +263,7 @@ bool Nic::loses_large(const Gid& peer) const {
 }
 
 Status Nic::check() const {
-  if (gone()) return unusable(name_, "is gone", "it rejoins automatically once it is back; see dmesg");
+  if (removed()) return unusable(name_, "is gone", "it rejoins automatically once it is back; see dmesg");
   ibv_port_attr port{};
   if (Status status = query(port); !status.ok()) return status;
   if (port.state == IBV_PORT_ACTIVE) return {};
@@ -277,16 +284,16 @@ void Nic::lose(const std::string& why, bool for_good) {
     std::lock_guard lock(mutex_);
     why_lost_ = why;
   }
-  if (for_good) gone_.store(true, std::memory_order_release);
+  if (for_good) removed_.store(true, std::memory_order_release);
   losses_.fetch_add(1, std::memory_order_acq_rel);
 }
 
 void Nic::poll() {
-  if (!gone() && node_.gone()) remove();
+  if (!removed() && node_.removed()) remove();
 }
 
 void Nic::remove() {
-  if (!gone()) lose("was removed", true);
+  if (!removed()) lose("was removed", true);
 }
 
 void Nic::take_events() {

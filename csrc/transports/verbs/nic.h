@@ -99,7 +99,7 @@ class Nic {
   Status why_lost() const;
   std::string how_lost() const;
   /// Returns whether its device failed for good or was removed. Nothing new may be asked of it.
-  bool gone() const { return gone_.load(std::memory_order_acquire); }
+  bool removed() const { return removed_.load(std::memory_order_acquire); }
   /// Detects a removal without an event.
   void poll();
   /// Marks the device as removed, because another event reported it. For the same thread.
@@ -142,13 +142,14 @@ class Nic {
   std::atomic<uint32_t> num_vectors_given_{0};
 
   std::atomic<uint32_t> losses_{0};
-  std::atomic<bool> gone_{false};
+  std::atomic<bool> removed_{false};
   mutable std::mutex mutex_;  // guards everything below
   std::string why_lost_;
   ibv_mtu mtu_ = IBV_MTU_1024;
   uint32_t lid_ = 0;
   uint8_t gid_index_ = 0;
   Gid gid_{};
+  uint32_t net_bits_ = 0;
   std::map<Gid, int64_t> small_until_;
 };
 

@@ -98,7 +98,7 @@ std::vector<Owner::Served> Owner::take_out(Which which) {
 std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
   std::lock_guard lock(mutex_);
   std::vector<Served> leaving = take_out([port](const Served& served) { return served.port == port; });
-  tell(leaving, kTellNs);
+  notify(leaving, kNotifyNs);
   std::vector<std::unique_ptr<Qp>> left;
   for (Served& served : leaving) left.push_back(std::move(served.qp));
   return left;
@@ -119,7 +119,7 @@ Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
     return reply;
   }
   if (closed_) return Status::Unavailable("this worker is closed", {});
-  if ((*opened)->nic->gone()) return (*opened)->nic->check();
+  if ((*opened)->nic->removed()) return (*opened)->nic->check();
   served_.push_back(std::move(served));
   return reply;
 }
@@ -196,11 +196,11 @@ bool Owner::fence(uint64_t connection_id) {
 }
 
 void Owner::cut(std::span<Served> condemned) {
-  tell(condemned, kCutNs);
+  notify(condemned, kCutNs);
   for (const Served& served : condemned) served.qp->halt();
 }
 
-void Owner::tell(std::span<Served> leaving, int64_t most_ns) {
+void Owner::notify(std::span<Served> leaving, int64_t most_ns) {
   const auto knows = [](const Served& served) { return served.qp->failed() || served.expected_ns != 0; };
   for (const Served& served : leaving) {
     if (!knows(served)) served.qp->break_peer();

@@ -76,7 +76,7 @@ class Owner {
   /// Destroys what has ended aside: the driver of a dead device may take long.
   void drop_ended();
   /// Breaks the readers' ends of these queue pairs, and waits at most `most_ns` until the readers know.
-  void tell(std::span<Served> leaving, int64_t most_ns);
+  void notify(std::span<Served> leaving, int64_t most_ns);
   /// Tells the readers and ends the queue pairs, which the caller destroys without the lock.
   void cut(std::span<Served> condemned);
   /// Tells the readers of a port whose device goes. Returns the queue pairs to destroy.

@@ -167,7 +167,7 @@ Ports::Change Ports::poll(size_t index, int64_t now) {
   if (closed_) return Change::kNone;
   if (port.opened) {
     port.opened->nic->poll();
-    return port.opened->nic->gone() ? Change::kLost : Change::kNone;
+    return port.opened->nic->removed() ? Change::kLost : Change::kNone;
   }
   if (is_running(port.leaving) || is_running(port.attempt)) return Change::kNone;
   if (port.attempt.valid()) return settle(port, now);

@@ -26,8 +26,9 @@ struct NicAddress {
   uint32_t ethernet = 0;
   uint32_t lid = 0;  // InfiniBand
   Gid gid{};
-  bool by_cm = false;  // is connected to by the connection manager: CmReply answers
-  uint32_t mbps = 1;   // of its link, what the way to the memory leaves
+  bool by_cm = false;     // is connected to by the connection manager: CmReply answers
+  uint32_t mbps = 1;      // of its link, what the way to the memory leaves
+  uint32_t net_bits = 0;  // of this end's own: so many of the GID are its network's; 0: unknown
 };
 
 struct Address {

@@ -35,6 +35,32 @@ void join(const std::vector<uint32_t>& local, const std::vector<uint32_t>& remot
   }
 }
 
+/// Ports of one network reach each other for certain. On a fabric whose rails are apart others do not, so
+/// they are only joined if both sides have some that are left over.
+void join_by_network(std::vector<uint32_t> here, std::vector<uint32_t> there,
+                     std::span<const NicAddress> local, std::span<const NicAddress> remote,
+                     std::vector<Rail>& rails) {
+  std::vector<uint32_t> alone;
+  while (!here.empty()) {
+    const NicAddress& first = local[here.front()];
+    const auto take = [&first](std::vector<uint32_t>& from, std::span<const NicAddress> of) {
+      std::vector<uint32_t> taken;
+      std::erase_if(from, [&](uint32_t index) {
+        const bool same = &of[index] == &first ||
+                          (first.net_bits > 0 && same_prefix(first.gid, of[index].gid, first.net_bits));
+        if (same) taken.push_back(index);
+        return same;
+      });
+      return taken;
+    };
+    const std::vector<uint32_t> peers = take(there, remote), mine = take(here, local);
+    if (peers.empty()) alone.insert(alone.end(), mine.begin(), mine.end());
+    join(mine, peers, rails);
+  }
+  std::ranges::sort(alone);
+  join(alone, there, rails);
+}
+
 }  // namespace
 
 std::vector<Rail> pair(std::span<const NicAddress> local, std::span<const NicAddress> remote) {
@@ -43,7 +69,7 @@ std::vector<Rail> pair(std::span<const NicAddress> local, std::span<const NicAdd
     for (const bool by_cm : {false, true}) {
       for (const bool v4 : {false, true}) {
         const Kind kind{ethernet, by_cm, v4};
-        join(all_of(kind, local), all_of(kind, remote), rails);
+        join_by_network(all_of(kind, local), all_of(kind, remote), local, remote, rails);
       }
     }
   }

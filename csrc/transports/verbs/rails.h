@@ -16,9 +16,10 @@ struct Rail {
   double mbps = 0;
 };
 
-/// Joins the i-th ports of both sides that can reach each other; the ports of the shorter side serve several
-/// in turn. A port's rate is divided among its rails, and a rail has the smaller of its two parts. The widest
-/// come first. If the result is empty, no ports reach each other, and why_apart() gives the reason.
+/// Joins the i-th ports of both sides that can reach each other, first those of one network among themselves;
+/// the ports of the shorter side serve several in turn. A port's rate is divided among its rails, and a rail
+/// has the smaller of its two parts. The widest come first. If the result is empty, no ports reach each
+/// other, and why_apart() gives the reason.
 std::vector<Rail> pair(std::span<const NicAddress> local, std::span<const NicAddress> remote);
 Status why_apart(const NicAddress& local, const NicAddress& remote);
 

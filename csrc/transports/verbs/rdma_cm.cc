@@ -60,7 +60,7 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
     Id id;
   };
 
-  struct Heard {
+  struct ConnectEvent {
     rdma_cm_event_type what;
     uint32_t qpn, reads_in, reads_out;  // of an answer to connect()
   };
@@ -69,8 +69,8 @@ class RdmaCmPort final : public CmPort, public std::enable_shared_from_this<Rdma
   bool leads_here(const rdma_cm_id& id) const;
   CmCaller caller(const rdma_cm_event& event) const;
   /// Waits for one of two events.
-  Result<Heard> await(rdma_event_channel* channel, rdma_cm_event_type wanted, rdma_cm_event_type or_this,
-                      const Patience& patience) const;
+  Result<ConnectEvent> await(rdma_event_channel* channel, rdma_cm_event_type wanted,
+                             rdma_cm_event_type or_this, const Patience& patience) const;
   Status resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to,
                  const Patience& patience) const;
   /// Returns the reads that this end answers and starts at a time, limited by those of the other end.
@@ -107,10 +107,10 @@ bool RdmaCmPort::leads_here(const rdma_cm_id& id) const {
 
 /// Only the manager knows for every kind of NIC which address leads to a port.
 Status RdmaCmPort::listen() {
-  std::vector<Gid> ips = local_ips();
+  std::vector<LocalIp> ips = local_ips();
   const Gid known = nic_->address().gid;  // with RoCE one of them
-  std::stable_partition(ips.begin(), ips.end(), [&](const Gid& ip) { return ip == known; });
-  for (const Gid& ip : ips) {
+  std::stable_partition(ips.begin(), ips.end(), [&](const LocalIp& each) { return each.ip == known; });
+  for (const auto& [ip, _] : ips) {
     Id id = make_id(channel_.get(), nullptr);
     if (!id) return failed("getting an identifier of the connection manager", errno);
     if (api_.bind_addr(id.get(), SocketAddress(ip, 0).get()) != 0 || !leads_here(*id)) continue;
@@ -207,11 +207,12 @@ Status RdmaCmPort::accept(CmCaller caller, Qp& qp, LivenessTimeouts timeouts) {
   return {};
 }
 
-Result<RdmaCmPort::Heard> RdmaCmPort::await(rdma_event_channel* channel, rdma_cm_event_type wanted,
-                                            rdma_cm_event_type or_this, const Patience& patience) const {
+Result<RdmaCmPort::ConnectEvent> RdmaCmPort::await(rdma_event_channel* channel, rdma_cm_event_type wanted,
+                                                   rdma_cm_event_type or_this,
+                                                   const Patience& patience) const {
   rdma_cm_event* event = nullptr;
   while (api_.get_cm_event(channel, &event) != 0) {
-    if (errno != EAGAIN && errno != EINTR) return failed("hearing from the connection manager", errno);
+    if (errno != EAGAIN && errno != EINTR) return failed("receiving from the connection manager", errno);
     if (patience.over()) {
       return patience.why_over(
           Status::Unreachable(nic_->name() + ": the connection manager got no answer in time"));
@@ -220,16 +221,16 @@ Result<RdmaCmPort::Heard> RdmaCmPort::await(rdma_event_channel* channel, rdma_cm
     ::poll(&readable, 1, ms(patience.piece_ns()));
   }
   const rdma_conn_param& answer = event->param.conn;
-  const Heard heard{event->event, answer.qp_num, answer.responder_resources, answer.initiator_depth};
+  const ConnectEvent got{event->event, answer.qp_num, answer.responder_resources, answer.initiator_depth};
   const int status = event->status;
   api_.ack_cm_event(event);
-  if (heard.what == wanted || heard.what == or_this) return heard;
-  if (heard.what == RDMA_CM_EVENT_REJECTED) {
+  if (got.what == wanted || got.what == or_this) return got;
+  if (got.what == RDMA_CM_EVENT_REJECTED) {
     return Status::Unreachable(nic_->name() + ": the owner refused the connection (reason " +
                                std::to_string(status) +
                                "): it closed, restarted, or does not know the secret");
   }
-  return failed(api_.event_str(heard.what), -status);
+  return failed(api_.event_str(got.what), -status);
 }
 
 Status RdmaCmPort::resolve(rdma_event_channel* channel, rdma_cm_id* id, const CmReply& to,
@@ -251,7 +252,7 @@ Status RdmaCmPort::resolve(rdma_event_channel* channel, rdma_cm_id* id, const Cm
 }
 
 Status RdmaCmPort::connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts, const Patience& patience) {
-  const Result<Channel> opened = open_channel(api_);  // nobody else hears what is awaited here
+  const Result<Channel> opened = open_channel(api_);  // no other thread receives what is awaited here
   if (!opened.ok()) return opened.status();
   rdma_event_channel* const channel = (*opened).get();
   Id id = make_id(channel, &qp);
@@ -262,9 +263,9 @@ Status RdmaCmPort::connect(Qp& qp, const CmReply& to, LivenessTimeouts timeouts,
   wish.private_data = to.secret.data();
   wish.private_data_len = static_cast<uint8_t>(to.secret.size());
   if (api_.connect(id.get(), &wish) != 0) return failed("connecting to " + text(to), errno);
-  const auto heard = await(channel, RDMA_CM_EVENT_CONNECT_RESPONSE, RDMA_CM_EVENT_ESTABLISHED, patience);
-  if (!heard.ok()) return heard.status();
-  const Heard& answer = *heard;
+  const auto got = await(channel, RDMA_CM_EVENT_CONNECT_RESPONSE, RDMA_CM_EVENT_ESTABLISHED, patience);
+  if (!got.ok()) return got.status();
+  const ConnectEvent& answer = *got;
   if (answer.what == RDMA_CM_EVENT_CONNECT_RESPONSE) {  // iWARP's driver has connected the queue pair itself
     const rdma_conn_param agreed = terms(qp, answer.reads_in, answer.reads_out);
     if (Status status = ready(id.get(), qp, agreed, timeouts); !status.ok()) return status;

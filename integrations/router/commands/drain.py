@@ -123,12 +123,12 @@ def _drain_workers(worker: str, process: int, coordinator: str, notice_s: float,
     if not cards:
         typer.echo(f"kvlink: no worker of process {process} is joined at {address}", err=True)
         return []
-    with draining(cards) as look:
-        return wait(look, notice_s, grace_s)
+    with draining(cards) as read_rows:
+        return wait(read_rows, notice_s, grace_s)
 
 
 def wait(
-    look: Callable[[], list[Row]],
+    read_rows: Callable[[], list[Row]],
     notice_s: float,
     grace_s: float,
     clock: Callable[[], float] = time.monotonic,
@@ -137,7 +137,7 @@ def wait(
     """Returns the last rows: after `notice_s`, as soon as nothing runs, or at the end of `grace_s`."""
     began = clock()
     while True:
-        rows, waited_s = look(), clock() - began
+        rows, waited_s = read_rows(), clock() - began
         if waited_s >= (grace_s if any(row["running"] for row in rows) else notice_s):
             return rows
         sleep(_LOOK_EVERY_S)
@@ -193,7 +193,7 @@ def draining(cards: list[WorkerCard]) -> Iterator[Callable[[], list[Row]]]:
     agents = control.run(_made())
     seen: set[str] = set()
 
-    async def look(card: WorkerCard) -> Row:
+    async def read_rows(card: WorkerCard) -> Row:
         row = {"role": "worker", "server": card.worker_id, "state": "draining", "running": 0}
         try:
             row["running"] = await agents[card.agent].drain(WorkerEpoch(card.worker_id, card.epoch))
@@ -205,7 +205,7 @@ def draining(cards: list[WorkerCard]) -> Iterator[Callable[[], list[Row]]]:
         return row
 
     async def look_at_all() -> list[Row]:
-        return list(await asyncio.gather(*map(look, cards)))
+        return list(await asyncio.gather(*map(read_rows, cards)))
 
     try:
         yield lambda: control.run(look_at_all())

@@ -2,7 +2,7 @@
 """Implements prefill's part of chats with several turns: it pulls the last turn's answer instead of computing it.
 
 The router sends prefill what decode's answer to the last turn carried. Prefill compares the digests of prefixes, and
-pulls what both have in common and its own cache has not. If a block got other content meanwhile, the load fails, and
+pulls the shared prefix that it lacks. If a block got other content meanwhile, the load fails, and
 the prompt is computed as without a ticket.
 
 A streamed answer carries no ticket. Decode then offers it at the coordinator, under a name that the router chose.

@@ -185,12 +185,12 @@ class Incoming:
         if incoming.ask_again:
             self._leave(request_id, handoff)
         elif incoming.settles and well:
-            self._give_back(handoff, self._unread(range(len(handoff.owners))), used=True)
+            self._release_handoff(handoff, self._unread(range(len(handoff.owners))), used=True)
         elif last:
-            self._give_back(handoff, range(len(handoff.owners)), used=True)
+            self._release_handoff(handoff, range(len(handoff.owners)), used=True)
 
     def abandon(self, request_id: str) -> None:
-        """Forgets a request in any state, after an exception, and gives its lease back. Raises nothing."""
+        """Forgets a request in any state, after an exception, and releases its lease. Raises nothing."""
         incoming = self._requests.pop(request_id, None)
         with self._guard.around("undo", request_id):
             self._remote.forget(request_id)
@@ -200,7 +200,7 @@ class Incoming:
         handoff = incoming.handoff
         if handoff is not None and self._shared_leases.release_later(handoff, request_id):
             with self._guard.around("undo", request_id):
-                self._give_back(handoff, range(len(handoff.owners)), used=incoming.started)
+                self._release_handoff(handoff, range(len(handoff.owners)), used=incoming.started)
 
     def ended(self, request: Any, commands: StepCommands) -> None:
         """Handles the end of a request in any state."""
@@ -221,7 +221,7 @@ class Incoming:
         self._asked = False
 
     def reset(self) -> None:
-        """Gives back the handoffs of requests without blocks, as other weights may have made them.
+        """Releases the handoffs of requests without blocks, as other weights may have made them.
 
         Their prompts are computed here.
         """
@@ -236,7 +236,7 @@ class Incoming:
         self._remote.close()
 
     def _refuse_layout(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, why: str) -> None:
-        """Refuses a handoff that no rank of this server can read, and gives its lease back."""
+        """Refuses a handoff that no rank of this server can read, and releases its lease."""
         self._counts["another_layout"] += 1
         incoming.refused = (
             f"the caches of its prefill server ({handoff.owners[0].worker_id}) have another layout: {why}; start both "
@@ -249,7 +249,7 @@ class Incoming:
             if incoming.ask_again:
                 self._leave(request_id, handoff)
             else:
-                self._give_back(handoff, range(len(handoff.owners)), used=False)
+                self._release_handoff(handoff, range(len(handoff.owners)), used=False)
 
     def _rejected(self, request: Any) -> None:
         """Releases the blocks of a request that this server refused, or whose client left before it was admitted."""
@@ -264,7 +264,7 @@ class Incoming:
             return
         if not self._shared_leases.are_there(handoff) and not self._shared_leases.was_used(handoff):
             self._counts["released"] += 1
-            self._give_back(handoff, range(len(handoff.owners)), used=False)
+            self._release_handoff(handoff, range(len(handoff.owners)), used=False)
 
     def _try_begin(self, request: Any, incoming: AwaitedRequest) -> bool:
         assert incoming.following is not None
@@ -331,9 +331,9 @@ class Incoming:
         if incoming.ask_again:
             self._leave(request_id, handoff)
         else:
-            self._give_back(handoff, range(len(handoff.owners)), used=read)
+            self._release_handoff(handoff, range(len(handoff.owners)), used=read)
 
-    def _give_back(self, handoff: Handoff, ranks: Iterable[int], *, used: bool) -> None:
+    def _release_handoff(self, handoff: Handoff, ranks: Iterable[int], *, used: bool) -> None:
         """Ends a lease under which no other request is."""
         self._shared_leases.spend(handoff, used=used)
         self._remote.release(handoff, ranks)
@@ -362,7 +362,7 @@ class Incoming:
         return incoming
 
     def _stop_following(self, request_id: str, incoming: AwaitedRequest) -> None:
-        """Stops reading what prefill announces. If that fails, the lease is given back all the same."""
+        """Stops reading what prefill announces. If that fails, the lease is released all the same."""
         if incoming.following is not None:
             with self._guard.around("follow", request_id):
                 incoming.following.stop()

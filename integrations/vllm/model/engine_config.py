@@ -142,7 +142,7 @@ def at_this_host(settings: Settings) -> Settings:
 def launched(caches: Mapping[str, torch.Tensor]) -> DeviceWork | None:
     """Returns the kernels that are launched by now and may use these caches. None on a CPU, where they have run.
 
-    With asynchronous scheduling, the last step may still write blocks that its requests have given back.
+    With asynchronous scheduling, the last step may still write blocks that its requests have released.
     """
     device = next(iter(caches.values())).device
     if device.type == "cpu":

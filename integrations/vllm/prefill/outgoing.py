@@ -152,7 +152,7 @@ class Outgoing:
         """Stops announcing a request that was preempted or aborted. Idempotent."""
         out = self._requests.pop(request_id, None)
         if out is not None and not out.complete:
-            self._send(out, own, Part.gone(why))
+            self._send(out, own, Part.refusal(why))
 
     def advance(self, chunks: Mapping[str, Chunk], own: Sequence[RankInfo], write: Writes) -> dict[str, int]:
         """Announces what a step computes. Returns how many of the pool's blocks are written once it has run."""

@@ -79,7 +79,7 @@ class Part:
         return cls(handoff, num_tokens, last, written, sure, remaining)
 
     @staticmethod
-    def gone(why: str) -> bytes:
+    def refusal(why: str) -> bytes:
         """Returns the message that stands for a part and says that no more of them come."""
         return json.dumps(signed({_GONE: why})).encode()
 

@@ -41,6 +41,10 @@ def _check_worker(value: WorkerEpoch | SettleOrder) -> None:
     check_name("worker_id", value.worker_id)
 
 
+def _check_join(request: JoinRequest) -> None:
+    check_name("agent", request.card.agent)  # coordinators ask it whether the worker is alive
+
+
 def _check_membership(membership: Membership) -> None:
     check_within("lease_s", membership.lease_s, 0.001, limits.MAX_TTL_S)
     check_within("keep_alive_s", membership.keep_alive_s, 0.001, limits.MAX_TTL_S)
@@ -141,7 +145,7 @@ _SEATS: Bounds = {
 }
 _ENDED: Bounds = {1: Repeated("ended seats", limits.MAX_BATCH_OPS, packed=True)}
 
-JOIN = codec(pb.JoinRequest, *by_name(JoinRequest, pb.JoinRequest, card=(seal, unseal)))
+JOIN = codec(pb.JoinRequest, *by_name(JoinRequest, pb.JoinRequest, _check_join, card=(seal, unseal)))
 MEMBERSHIP = codec(
     pb.JoinReply, *versioned("the coordinator", by_name(Membership, pb.JoinReply, _check_membership))
 )

@@ -19,7 +19,7 @@ from kvlink.control.codec._wire import (
 )
 from kvlink.errors import ConfigError
 from kvlink.layout import Context, KVLayout, Pipeline, Plane
-from kvlink.types import HostIdentity, TransportCard, WorkerCard
+from kvlink.types import HostIdentity, NativeChannel, TransportCard, WorkerCard
 from kvlink.v1 import card_pb2 as pb
 
 _KEYS: Bounds = {
@@ -36,6 +36,7 @@ _BOUNDS: Bounds = {
     ),
     7: Repeated("regions", limits.MAX_REGIONS, packed=True),
     8: Repeated("transports", limits.MAX_TRANSPORTS, _KEYS, together=True),
+    11: Single({1: Repeated("addresses of the native channel", limits.MAX_CHANNEL_ADDRESSES)}),
 }
 
 
@@ -64,7 +65,8 @@ def unseal(sealed: pb.SealedCard) -> WorkerCard:
 
 def _check_card(card: WorkerCard) -> None:
     check_name("worker_id", card.worker_id)
-    check_name("agent", card.agent)
+    if card.agent or card.channel is None:
+        check_name("agent", card.agent)
     if len(card.incarnation) != 16:
         raise ConfigError(f"the incarnation has {len(card.incarnation)} bytes, not 16")
     check_within("number of layouts", len(card.layouts), 1, limits.MAX_LAYOUTS)
@@ -85,10 +87,24 @@ def _check_card(card: WorkerCard) -> None:
         check_opaque("a key", *transport.pool_keys, *transport.lease_keys, transport.refused)
 
 
+def _check_channel(channel: NativeChannel) -> None:
+    check_within(
+        "number of addresses of the native channel", len(channel.addresses), 1, limits.MAX_CHANNEL_ADDRESSES
+    )
+    for address in channel.addresses:
+        check_name("an address of the native channel", address)
+    if (len(channel.instance), len(channel.secret)) != (16, 32):
+        raise ConfigError(
+            "the native channel has an instance or a secret of another size than 16 and 32 bytes"
+        )
+
+
 _write, _read = by_name(
     WorkerCard,
     pb.WorkerCard,
     _check_card,
+    optional=("channel",),
+    channel=by_name(NativeChannel, pb.NativeChannel, _check_channel),
     host=by_name(HostIdentity, pb.HostIdentity),
     layouts=by_name(
         KVLayout,

@@ -3,7 +3,7 @@
 
 Neither end sends the token, because any user may listen on a free loopback port. A caller sends an HMAC of the port and
 the time under the token. It is valid for that port, for minutes, and only at a server that listened before: what
-another user heard at the port of a server that was restarting cannot be shown to that server. The server answers each
+another user received at the port of a restarting server cannot be shown to that server. The server answers each
 call with an HMAC of the caller's nonce, and callers believe nothing without it. A tool without kvlink may send the
 token itself as a bearer token.
 """
@@ -198,7 +198,7 @@ class Verdict(Enum):
     ADMITTED = "admitted"
     REFUSED = "refused"
     TOO_EARLY = "made before this server listened"
-    """The proof is good, but another process may have heard it at this port. The caller makes another one."""
+    """The proof is good, but another process may have received it at this port. The caller makes another one."""
 
 
 class Verifier:
@@ -217,7 +217,7 @@ class Verifier:
         self._since = 0
 
     def listens(self, port: int) -> None:
-        """Takes the port, once it is bound: from now on no other process hears what is sent there."""
+        """Takes the port, once it is bound: from now on no other process receives what is sent there."""
         self._port, self._since = port, _stamp(self._clock)
 
     def judge(self, metadata: Sequence[tuple[str, Any]]) -> tuple[Verdict, tuple[tuple[str, str], ...]]:

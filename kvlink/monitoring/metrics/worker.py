@@ -162,6 +162,11 @@ def _add_link(families: Families, link: Link, worker: str) -> None:
             "Steps of transfers that a lane returned and that were repeated.",
             counts.redone,
         ),
+        (
+            "rails_set_aside",
+            "Times that a pair of ports was set aside because it was far slower than its equals.",
+            counts.rails_set_aside,
+        ),
         ("unsettled_transfers", "Valid transfers without a one-sided settle.", counts.unsettled),
         (
             "stale_reads",

@@ -4,6 +4,8 @@
 #include "base/sys.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -279,6 +281,22 @@ TEST(SysTest, HostsThatDoNotTellTheirBootAreNotOneHost) {
 
 constexpr Invitations::Limits kLimits{
     .secret_bytes = 24, .most_of_one = 64, .most = 256, .lifetime_ns = 1'000'000};
+
+TEST(SysTest, ThreadsLeaveTheSignalsOfTheProcessToTheProgram) {
+  sigset_t before, there;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &before);
+  auto thread = sys::start_thread("testing", "kvlink-test",
+                                  [&there] { ::pthread_sigmask(SIG_BLOCK, nullptr, &there); });
+  ASSERT_TRUE(thread.ok());
+  thread->join();
+  for (const int each : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD, SIGPIPE, SIGALRM}) {
+    EXPECT_EQ(::sigismember(&there, each), 1) << each;
+  }
+  EXPECT_EQ(::sigismember(&there, SIGSEGV), 0) << "faults must be told where they happen";
+  sigset_t after;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &after);
+  EXPECT_EQ(std::memcmp(&before, &after, sizeof after), 0);
+}
 
 TEST(Invitations, AdmitOnceWhoShowsTheSecret) {
   Invitations invitations(kLimits);

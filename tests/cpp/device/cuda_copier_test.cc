@@ -31,7 +31,7 @@ class CudaCopy : public ::testing::Test {
     for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
   }
   void TearDown() override {
-    EXPECT_EQ(live(), 0) << "something was not given back";
+    EXPECT_EQ(live(), 0) << "something was not freed";
     EXPECT_EQ(contexts(), 0) << "the thread's own context did not come back";
   }
 

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <thread>
 
@@ -319,7 +320,7 @@ struct EngineFenceTest : EngineTest {};
 TEST_P(EngineFenceTest, ExpiryCutsOnlyTheLateReadersConnection) {
   Pair pair(GetParam());
   const LeaseSeat seat = pair.grant();
-  // The reader looks at the blocks but never settles: it announces itself and stays connected.
+  // The reader checks the blocks but never settles: it announces itself and stays connected.
   PullRequest request;
   request.planner = pair.planner;
   const std::vector<uint32_t> from{3}, into{4};
@@ -376,6 +377,72 @@ INSTANTIATE_TEST_SUITE_P(Transports, EngineGuardTest, ::testing::Values("loopbac
 
 INSTANTIATE_TEST_SUITE_P(Transports, EngineFenceTest, ::testing::Values("verbs"),
                          [](const auto& info) { return std::string(info.param); });
+
+TEST(Engine, RegistersNoRangeWithoutMemory) {
+  Side side(7, "loopback");
+  EngineOptions options;
+  options.transports = {"loopback"};
+  const auto engine = std::move(*Engine::make(options));
+  const MemoryRange range = side.memory->range();
+  EXPECT_EQ(engine->add_pool_region({.base = nullptr, .bytes = range.bytes}).status().code(), Code::kConfig);
+  EXPECT_EQ(engine->add_pool_region({.base = range.base, .bytes = 0}).status().code(), Code::kConfig);
+  EXPECT_EQ(*engine->add_pool_region(range), 0u);
+  EXPECT_EQ(side.engine->add_pool_region(range).status().code(), Code::kConfig) << "it has started";
+}
+
+TEST(Engine, SaysWhyATransportIsNotHere) {
+  int num_absent = 0;
+  for (const TransportInfo& info : transports()) {
+    EngineOptions options;
+    options.transports = {info.name};
+    const auto engine = Engine::make(options);
+    ASSERT_TRUE(engine.ok()) << engine.status().what();
+    const TransportAccess access = (*engine)->access().at(0);
+    EXPECT_EQ(access.refused.empty(), info.probe().ok()) << info.name << ": " << access.refused;
+    EXPECT_EQ(access.address.empty(), !info.probe().ok()) << info.name;
+    num_absent += !info.probe().ok();
+  }
+  if (num_absent == 0) GTEST_SKIP() << "this machine has all";
+}
+
+TEST(Engine, AClosedWorkerHoldsNoDescriptors) {
+  const auto count = [] { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); };
+  const auto memory = *HostMemory::allocate(uint64_t{kNumBlocks} * kBlockBytes, false);
+  const auto before = count();
+  EngineOptions options;
+  options.transports = {"tcp", "loopback"};
+  const auto engine = std::move(*Engine::make(options));
+  ASSERT_TRUE(engine->add_pool_region(memory->range()).ok());
+  ASSERT_TRUE(engine->start().ok());
+  EXPECT_GT(count(), before);
+  engine->close();
+  EXPECT_EQ(count(), before);
+  EXPECT_EQ(engine->open("tcp", "127.0.0.1:1").status().code(), Code::kTransportUnavailable);
+  EXPECT_EQ(engine->grant(1, 1, 0, kSecond).status().code(), Code::kConfig);
+}
+
+/// Nobody asks: the owner's thread wakes up, sees it, and says so.
+TEST(Engine, TheEndOfALeaseIsTold) {
+  Side side(7, "loopback");
+  const auto ended = *CompletionQueue::make();
+  side.engine->watch_ended(ended);
+  const std::vector<uint32_t> blocks{3};
+  for (const bool at_a_ticket : {false, true}) {
+    if (at_a_ticket) {
+      const LeaseSeat seat{2, 1ull << 40, 1ull << 41};
+      ASSERT_TRUE(side.engine->grant_at(2, {{seat}}, 0, kSecond / 100).ok());
+    } else {
+      ASSERT_TRUE(side.engine->grant(1, 1, 0, kSecond / 100).ok());
+    }
+    pollfd waiting{ended->fd(), POLLIN, 0};
+    ASSERT_EQ(::poll(&waiting, 1, 20'000), 1);
+    EXPECT_EQ(ended->drain(), std::vector<uint64_t>{at_a_ticket ? 2u : 1u});
+  }
+  ASSERT_TRUE(side.engine->grant_soft(blocks, 1, kSecond / 100).ok());
+  const int64_t until = now_ns() + 20 * kSecond;
+  while (side.engine->leases().num_active() > 0 && now_ns() < until) std::this_thread::yield();
+  EXPECT_EQ(side.engine->leases().num_active(), 0u) << "a soft lease that expires is swept, too";
+}
 
 TEST(EngineOptionsTest, RefusesNonsense) {
   EngineOptions options;

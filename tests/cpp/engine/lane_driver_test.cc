@@ -31,7 +31,7 @@ void time_read(Lane& lane, LaneTest& test) {
   ASSERT_TRUE(lane.time_read({std::span(&op, 1), &segment}).ok());
 }
 
-/// Those that look at a lane even if it is idle.
+/// Those that check a lane even if it is idle.
 const Holder kLooking[] = {{"settle", [](Lane& lane, LaneTest&) { lane.settle({kSlot, 1}); }},
                            {"check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(true); }},
                            {"try_check_idle", [](Lane& lane, LaneTest&) { lane.check_idle(false); }},
@@ -92,6 +92,14 @@ TEST_F(LaneTest, AnInlinePullThatIsNotOverWakesTheDriver) {
   EXPECT_EQ(driver->wakes, 1);
 }
 
+TEST_F(LaneTest, ABareReadLeavesNothingUnderWay) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  time_read(*lanes[0], *this);
+  broken[0] = true;
+  lanes[0]->check_idle(true);
+  EXPECT_TRUE(lanes[0]->broken()) << "nobody checks an idle lane with posts";
+}
+
 TEST_F(LaneTest, ASettleThatIsUnderWayIsLookedFor) {
   start({window(16 << 10), window(48 << 10)}, false);
   ASSERT_TRUE(lanes[0]->settle({kSlot, 1}));
@@ -122,7 +130,7 @@ TEST_F(LaneTest, ASettleDoesNotWaitForWhoHoldsTheLane) {
   EXPECT_TRUE(lanes[0]->take_lost().empty());
 }
 
-TEST_F(LaneTest, AQueuedSettleThatDiesWithItsLaneIsGivenBackOnce) {
+TEST_F(LaneTest, AQueuedSettleThatDiesWithItsLaneIsReturnedOnce) {
   start({window(16 << 10), window(48 << 10)}, false);
   int lost = 0;
   lanes[0]->on_lost([&] { ++lost; });

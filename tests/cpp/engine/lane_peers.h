@@ -52,6 +52,7 @@ class FakeEndpoint final : public Endpoint {
   }
   Status post_write(uint64_t token, uint32_t region, uint64_t offset, uint64_t value) override {
     EXPECT_EQ(region, kWords);
+    if (!write_refusal_.ok()) return write_refusal_;
     posts_.push_back({token, {}});
     if (words_.empty()) num_posts_before_word_ = posts_.size() - 1;
     words_.push_back({offset, value});
@@ -73,15 +74,21 @@ class FakeEndpoint final : public Endpoint {
     return {{}, any, next_check_ns_};
   }
   bool cancel(uint64_t) override { return false; }
+  bool arm() override {
+    ++num_arms_;
+    return true;
+  }
   void close() override { posts_.clear(); }
 
   std::function<void()> on_poll_;
   Status refusal_;                 // of every post that ends
+  Status write_refusal_;           // of every store
   std::vector<Completion> stray_;  // of what was never posted
   int64_t next_check_ns_ = INT64_MAX;
   uint32_t num_checks_ = 0;  // polls for a pull that waits, with nothing posted
   uint32_t late_polls_ = 0;  // polls in vain before a post has landed
   uint32_t num_vain_ = 0;
+  uint32_t num_arms_ = 0;
   std::vector<std::array<uint64_t, 2>> words_;  // stores: where, and what
   size_t num_posts_before_word_ = 0;            // the first
   uint32_t num_unguarded_ = 0;                  // reads of blocks that do not name their lease

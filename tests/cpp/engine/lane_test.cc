@@ -50,6 +50,15 @@ TEST_F(LaneTest, EachLaneAnnouncesThePullBeforeItsFirstReadAndWithdrawsItAtTheEn
   }
 }
 
+TEST_F(LaneTest, APullThatCannotBeAnnouncedReadsNothing) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({kWhole, kWhole});
+  endpoint(0).write_refusal_ = endpoint(1).write_refusal_ = Status::AccessDenied("the key was revoked");
+  drive();
+  EXPECT_EQ(transfer->status().code(), Code::kAccessDenied);
+  EXPECT_EQ(landed[0] + landed[1], 0u);
+}
+
 TEST_F(LaneTest, AReaderAtASharedSeatStoresNoWord) {
   readers = std::make_shared<AnnouncedReaders>(42);
   settle_nonce = kSharedSeat;
@@ -99,7 +108,7 @@ TEST_F(LaneTest, PartsThatAreLargerThanAChunkAreWeighedToo) {
   EXPECT_NEAR(double(landed[1]) / double(landed[0]), 3.0, 0.2);
 }
 
-TEST_F(LaneTest, ALaneThatStandsStillHoldsBackItsWindowAlone) {
+TEST_F(LaneTest, AStoppedLaneHoldsBackItsWindowAlone) {
   start({window(16 << 10), window(48 << 10)});
   lanes[0]->drive();
   for (int round = 0; round < 10'000; ++round) lanes[1]->drive();
@@ -128,6 +137,14 @@ TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
   expect_valid();
 }
 
+TEST_F(LaneTest, WhoWaitsForTheNetworkDoesNotSpin) {
+  start({kWhole, kWhole});
+  endpoint(0).late_polls_ = 1000;
+  const std::vector<uint32_t> vain = vain_polls();
+  expect_valid();
+  EXPECT_LE(*std::max_element(vain.begin(), vain.end()), 2u);
+}
+
 TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
   device_driven = true;
   start({kWhole, kWhole});
@@ -135,6 +152,14 @@ TEST_F(LaneTest, WhoWaitsLooksOnWhereADeviceHasTheWork) {
   const std::vector<uint32_t> vain = vain_polls();
   expect_valid();
   EXPECT_GT(*std::max_element(vain.begin(), vain.end()), 10u);
+}
+
+TEST_F(LaneTest, AnInlinePullSleepsOnceItsOwnerIsSlow) {
+  start({kWhole, kWhole}, false);
+  endpoint(0).late_polls_ = UINT32_MAX - 1;
+  ASSERT_TRUE(lanes[0]->run_inline(transfer, 20'000'000));
+  EXPECT_FALSE(transfer->done());
+  EXPECT_LE(endpoint(0).num_arms_, 1u) << "for all the time that is left";
 }
 
 TEST_F(LaneTest, OneRoundOnTheCallersThreadPostsAll) {

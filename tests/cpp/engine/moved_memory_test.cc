@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Engines whose GPU memory is given away and comes back as other memory, at the same addresses: what vLLM's
+// Engines whose GPU memory is replaced by other memory at the same addresses: what vLLM's
 // sleep mode and SGLang's memory saver do. Peers must never get the old bytes under a lease of the new ones.
 #include "cpp/transports/cuda/pair.h"
 #include "engine/engine.h"

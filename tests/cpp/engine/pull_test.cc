@@ -720,7 +720,7 @@ TEST_F(PullTest, NoTickEndsWhatReads) {
   EXPECT_EQ(pull->state(), PullState::kReading);
 }
 
-TEST_F(PullTest, WhoWaitsLooksAtTheDeadlineToo) {
+TEST_F(PullTest, AWaiterChecksTheDeadlineToo) {
   wait_for_owners(kPast);
   EXPECT_TRUE(pull->wait(-1));
   EXPECT_EQ(pull->failure().code(), Code::kTimeout);

@@ -68,6 +68,36 @@ TEST_F(TransferTest, ALaneThatBreaksUnderDataAndSlotReadHasBothReadAgain) {
   }
 }
 
+TEST_F(TransferTest, APullOfNothingIsNotStaged) {
+  TransferDriver driver{[] {}, [](const Transfer&, int64_t) {}};
+  driver.policy = std::make_shared<StagingPolicy>(StagingCosts{{}, {}, true}, 0);
+  PullRequest request;
+  request.planner = planner;
+  request.owner_blocks = owner;
+  request.reader_blocks = reader;
+  request.seat = {1, kNonce, kSettle};
+  request.deadline_ns = kFar;
+  for (const uint32_t tokens : {0u, 3u}) {
+    request.tokens = {0, tokens};
+    EXPECT_EQ(Transfer(request, 0, std::make_shared<TransferDriver>(driver)).stats().staged, tokens > 0);
+  }
+}
+
+TEST_F(TransferTest, APullOfKnownSizeIsPredictedByItsPath) {
+  const auto path = std::make_shared<PathStats>();
+  PullRequest request;
+  request.planner = planner;
+  request.owner_blocks = owner;
+  request.reader_blocks = reader;
+  request.tokens = {0, 3};
+  request.seat = {1, kNonce, kSettle};
+  request.deadline_ns = kFar;
+  const auto driver =
+      std::make_shared<TransferDriver>(TransferDriver{[] {}, [](const Transfer&, int64_t) {}});
+  EXPECT_EQ(Transfer(request, 0, driver, path).predicted_us(), path->predict_us(3, 3 * kBlockBytes));
+  EXPECT_GT(path->predict_us(3, 3 * kBlockBytes), 0);
+}
+
 TEST_F(TransferTest, TwoOrderedLanesPromiseNothingToEachOther) {
   auto transfer = start();
   const Step a = transfer->next(kOneOp, true, 0, 1), b = transfer->next(kOneOp, true, 1, 1),
@@ -147,6 +177,7 @@ TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
       EXPECT_EQ(transfer->next(kOneOp, false, 0, 1).kind, Kind::kNone);
     }
     EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, 0})->done());
+    EXPECT_FALSE(start(stream, kFar, {1, kSmallestNonce, kSmallestNonce})->done());
   }
 }
 
@@ -188,6 +219,34 @@ TEST_F(TransferTest, ExpiryBeforeAnythingWasPostedEndsAtOnce) {
   auto transfer = start();
   transfer->expire(5);
   EXPECT_EQ(transfer->status().code(), Code::kTimeout);
+}
+
+TEST_F(TransferTest, AnExpiryWakesTheOtherLanesThatHaveReads) {
+  for (const bool shared : {false, true}) {
+    auto transfer = start();
+    if (shared) transfer->attach();
+    const Step data = transfer->next(kOneOp, false, 0, 1);
+    wakes = 0;
+    transfer->expire(5);
+    EXPECT_FALSE(transfer->done());
+    EXPECT_EQ(wakes, shared);
+    transfer->dropped(data, 6);
+    EXPECT_EQ(transfer->status().code(), Code::kTimeout);
+  }
+}
+
+TEST_F(TransferTest, AnExpiryTellsWhoWasLate) {
+  for (const uint64_t ready : {0, 2}) {
+    auto transfer = start(StreamUnit::kBlocks);
+    const Step slot = transfer->next(kOneOp, false, 0, 1);
+    slot_says(kNonce, ready);
+    transfer->ended(slot, {}, 2);
+    if (ready > 0) transfer->ended(transfer->next(kOneOp, false, 0, 3), {}, 4);
+    transfer->expire(5);
+    const std::string why = transfer->status().what();
+    EXPECT_EQ(why.find("before the owner had written anything") == why.npos, ready > 0) << why;
+    EXPECT_EQ(why.find("with 64 of 128 bytes landed") == why.npos, ready == 0) << why;
+  }
 }
 
 TEST_F(TransferTest, AFailedSettleDoesNotUndoValidBytes) {

@@ -28,8 +28,9 @@ struct TransferTest : ::testing::Test {
   std::shared_ptr<const Planner> planner;
   std::shared_ptr<uint64_t[]> words{new uint64_t[8]{}};
   std::array<uint32_t, 3> owner{1, 5, 9}, reader{2, 4, 6};
-  int wakes = 0;               // of the lanes' drivers
-  std::atomic<int> drives{0};  // of the lanes, by those who wait
+  std::shared_ptr<PathStats> path_stats;  // may be null
+  int wakes = 0;                          // of the lanes' drivers
+  std::atomic<int> drives{0};             // of the lanes, by those who wait
 
   void SetUp() override {
     const Layout layout{16, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
@@ -50,7 +51,8 @@ struct TransferTest : ::testing::Test {
     auto transfer =
         std::make_unique<Transfer>(request, 0,
                                    std::make_shared<TransferDriver>(TransferDriver{
-                                       [this] { ++wakes; }, [this](const Transfer&, int64_t) { ++drives; }}));
+                                       [this] { ++wakes; }, [this](const Transfer&, int64_t) { ++drives; }}),
+                                   path_stats);
     transfer->set_scratch(words, 1);
     transfer->attach();
     return transfer;

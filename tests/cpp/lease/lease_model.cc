@@ -103,8 +103,8 @@ bool World::offer(int who, bool written) {
   return true;
 }
 
-/// Also for a lease that was aborted meanwhile: whoever computes hears of it later. Not once its blocks are
-/// back.
+/// Also for a lease that was aborted meanwhile: the computing thread learns of it later. Not once its blocks
+/// are back.
 bool World::write(int who) {
   Request& one = requests_[who];
   if (!one.granted || one.written || one.back) return false;

@@ -107,7 +107,7 @@ TEST_F(LeaseReadersTest, AReaderOfTheNextLeaseIsNotTakenForALateOneOfTheLast) {
   const LeaseSeat seat = (*table.grant(1, 1, 0, kTtl, 0))[0];
   table.abort(1);
   sweep(1);
-  announce(seat, 42);  // late; heard when the slot is granted again
+  announce(seat, 42);  // late; read when the slot is granted again
   const auto seats = *table.grant(2, 4, 0, kTtl, 1);
   for (const LeaseSeat& next : seats) announce(next, 43);
   sweep(2);

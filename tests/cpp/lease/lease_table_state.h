@@ -54,7 +54,7 @@ struct LeaseTableState {
   LeaseReaders readers;
   std::vector<uint64_t> to_fence, ended_leases, random;
   std::vector<uint32_t> ended_slots, late_slots;
-  int64_t looked_ns, stood_still_ns;
+  int64_t looked_ns, paused_ns;
   uint32_t num_active;
   SoftLeases soft;
   uint64_t num_soft_ended;
@@ -80,7 +80,7 @@ struct LeaseTableState {
     table.ended_slots_ = ended_slots;
     table.late_slots_ = late_slots;
     table.looked_ns_ = looked_ns;
-    table.paused_ns_ = stood_still_ns;
+    table.paused_ns_ = paused_ns;
     table.num_active_ = num_active;
     table.soft_ = soft;
     table.num_soft_ended_ = num_soft_ended;

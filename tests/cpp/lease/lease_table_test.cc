@@ -279,7 +279,7 @@ TEST_F(LeaseTableTest, AReaderRenewsByTheLeasesOwnTimeToLive) {
   EXPECT_FALSE(table.renew(seat.slot, seat.settle_nonce, 2 * kTtl));
 }
 
-TEST_F(LeaseTableTest, ALeaseHardlyAgesWhileItsOwnerStandsStill) {
+TEST_F(LeaseTableTest, ALeaseHardlyAgesWhileItsOwnerIsPaused) {
   constexpr int64_t kLong = 10 * kMostAgeingNs, kLeft = kTtl - 1;
   ASSERT_TRUE(table.grant(1, 1, 0, kMostAgeingNs + kTtl, 0).ok());
   EXPECT_TRUE(sweep(1).empty());
@@ -430,7 +430,7 @@ TEST(LeaseTableMemory, IsSetUpWhateverIsInItAndNothingBeyond) {
   }
 }
 
-/// More slots than are looked at together.
+/// More slots than are checked together.
 TEST(LargeLeaseTable, ASweepSeesTheWordsOfEverySlot) {
   constexpr uint32_t kSlots = 37;
   alignas(64) std::array<LeaseSlot, kSlots + 1> memory{};

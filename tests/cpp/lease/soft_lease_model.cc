@@ -236,7 +236,7 @@ bool World::look(uint8_t reader) {
   return true;
 }
 
-/// Ends the read if it has its data and has looked at the slot.
+/// Ends the read if it has its data and has checked the slot.
 void World::end(Reader& one) {
   if (one.num_slices < kNumSlices) return;
   if (one.nonce_stood && one.foreign) violate("(a) the nonce stands, and the read came after the overwrite");

@@ -92,6 +92,9 @@ TEST_F(GroupsTest, RefusesWhatItsPlannersRefuse) {
   Plan plan;
   EXPECT_EQ(plan_groups(tokens, more, plan).code(), Code::kConfig);
   EXPECT_TRUE(plan.ops.empty() && plan.segments.empty());
+  EXPECT_EQ(plan_groups(more[0], std::array{tokens}, plan).code(), Code::kConfig)
+      << "also of the first alone";
+  EXPECT_TRUE(plan.ops.empty() && plan.segments.empty());
 }
 
 }  // namespace

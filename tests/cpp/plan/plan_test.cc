@@ -138,6 +138,10 @@ TEST(Plan, FoldsPlanesThatLieAlike) {
   EXPECT_EQ(repeats_of(pool, pool, {1, 2}), 1u);
   EXPECT_EQ(repeats_of(crossed, crossed), 0u) << "there they are one read";
   EXPECT_EQ(repeats_of(packed({}, kPairs), packed({}, kPairs)), 2u) << "pairs of K and V";
+  Placement behind = packed({}, kPairs);
+  for (Plane& plane : behind.layout.planes) plane.offset += 64;
+  behind.region_bytes += 64;
+  EXPECT_EQ(repeats_of(behind, behind), 2u) << "also behind something else";
   Placement moved = pool;
   std::swap(moved.layout.planes[1].offset, moved.layout.planes[2].offset);
   EXPECT_EQ(repeats_of(moved, pool), 5u) << "each by its own distance";
@@ -199,9 +203,34 @@ TEST(Plan, StampsOnlyPlanesThatLieAlike) {
   std::swap(swapped.layout.planes[2].offset, swapped.layout.planes[3].offset);
   EXPECT_EQ(size_of(pairs, pairs, {0, 1}, {0, 1}), (Size{3, 3}));
   EXPECT_EQ(size_of(swapped, pairs, {0, 1}, {0, 1}), (Size{3, 6}));
+  EXPECT_EQ(size_of(pairs, swapped, {0, 1}, {0, 1}), (Size{3, 6})) << "at either end";
+}
+
+TEST(Plan, StampsNothingIntoTwoRegions) {
+  const Shape shape{.num_blocks = 2, .num_layers = 2};
+  const Placement owner = packed(shape, kPairs);
+  Placement reader = packed(shape, kNhd);
+  const uint64_t plane = reader.layout.planes[1].offset;
+  // The second layer's V is as far from its K as the first's, and lies in another region.
+  reader.layout.planes = {{0, 0, 0}, {0, 0, plane}, {0, 1, 2 * plane}, {1, 1, 0}};
+  reader.num_regions = 2;
+  reader.region_bytes = 3 * plane;
+  EXPECT_EQ(size_of(reader, owner, {0, 1}, {0, 1}), (Size{2, 8}));
+}
+
+TEST(Plan, ReadsRowsOfPlanesThatAlternateOnce) {
+  const std::vector<Axis> by_token{kBlock, kToken, kLayer, kKv, kHead};
+  const std::vector<Axis> by_head{kBlock, kToken, kHead, kLayer, kKv};
+  const Placement apart = packed({.block_tokens = 2}, kNhd), tokens = packed({.block_tokens = 2}, by_token);
+  EXPECT_EQ(size_of(apart, tokens, {5, 1}, {2, 7}), (Size{2, 2 * 2 * 6}));
+  const Placement single = packed({.block_tokens = 1}, kNhd), heads = packed({.block_tokens = 1}, by_head);
+  EXPECT_EQ(size_of(single, heads, {5, 1}, {2, 7}), (Size{2, 2 * 2 * 6}));
+  EXPECT_EQ(size_of(heads, heads, {5, 1}, {2, 7}), (Size{2, 2}));
 }
 
 TEST(Plan, ReadsKeysBesideValuesOnce) {
+  const Placement two = packed({.num_layers = 2}, kSideBySide);
+  EXPECT_EQ(size_of(two, two, {5, 1}, {2, 7}), (Size{4, 4}));
   const Placement beside = packed({}, kSideBySide), apart = packed({}, kHnd, true);
   EXPECT_EQ(size_of(beside, beside, {5, 1}, {2, 7}), (Size{6, 6}));
   EXPECT_EQ(size_of(apart, beside, {5}, {2}), (Size{3, 3 * 2 * 4 * 2}));
@@ -255,6 +284,8 @@ TEST(Plan, AnEmptyRangePlansNothing) {
   EXPECT_TRUE(plan.ops.empty() && plan.segments.empty() && plan.bytes == 0);
   ASSERT_TRUE(planner->plan(Ids{1}, Ids{1}, {{}, {1, 1}}, plan).ok());
   EXPECT_TRUE(plan.ops.empty() && plan.bytes == 0);
+  ASSERT_TRUE(planner->plan(Ids{1}, Ids{1}, {{9, 9}, {}}, plan).ok()) << "also beyond the lists";
+  EXPECT_TRUE(plan.ops.empty() && plan.bytes == 0);
 }
 
 void expect_refused(const Status& status, Code code, const std::string& part) {
@@ -287,7 +318,7 @@ TEST(Plan, RefusesListsThatDoNotFit) {
   Ids many(100);
   std::iota(many.begin(), many.end(), 0);
   many.back() = 63;
-  refused(many, many, {}, "into names a block twice");
+  refused(many, many, {}, "into names a block twice: 63, again at index 99");
   Plan plan;
   EXPECT_TRUE(planner->plan(many, Ids{0, 1, 2, 2}, {{0, 12}, {}}, plan).ok())
       << "the repeated block is not touched";
@@ -306,6 +337,15 @@ TEST(Plan, RefusesMoreSegmentsThanOnePlanMayHave) {
   std::iota(ids.begin(), ids.end(), 0);
   expect_refused((*planner)->check(ids, ids, {}), Code::kConfig, "are too many for one plan");
   EXPECT_TRUE((*planner)->check(ids, ids, {{0, 64}, {}}).ok());
+  EXPECT_TRUE((*planner)->check(ids, ids, {{0, 128}, {}}).ok());
+  // Where two ranks hold every other token, each token is a span of its own.
+  Layout split = owner.layout;
+  split.tokens = {.rank = 0, .size = 2, .interleave = 1};
+  planner =
+      Planner::make(reader.layout, split, {{&address, reader.region_bytes}}, {owner.region_bytes}, {0}, {});
+  ASSERT_TRUE(planner.ok()) << planner.status().what();
+  EXPECT_TRUE((*planner)->check(ids, ids, {{0, 64}, {}}).ok());
+  expect_refused((*planner)->check(ids, ids, {{0, 400}, {}}), Code::kConfig, "are too many for one plan");
 }
 
 TEST(Planner, RefusesLayoutsThatLeaveTheirRegions) {

@@ -270,7 +270,7 @@ TEST(Bounce, NothingLandsOnceTheOwnerIsDead) {
 }
 
 TEST(Bounce, FaultsOfTheWireAreNoFaultsOfTheBuffer) {
-  DevicePair pair("fault+tcp", "fail-data@3;delay-data=5ms@2;drop-data@5");
+  DevicePair pair("fault+tcp", "fail@3;delay=5ms@2;drop@5");
   EXPECT_EQ(pair.reader.read(whole(pair.device, 4 << 20), 1).code(), Code::kPeerUnreachable);
   EXPECT_EQ(pair.bounce->receiving()->ring().num_free(), kSlots);
   const uint64_t landed = pair.device.num_copied();

@@ -65,7 +65,7 @@ struct Staging : ::testing::TestWithParam<const char*> {
     reader.reset();
     server.reset();
     owner.reset();
-    EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_live")(), live) << "something was not given back";
+    EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_live")(), live) << "something was not freed";
   }
   void open() {
     owner = std::make_unique<GpuOwner>();
@@ -133,7 +133,7 @@ TEST_P(Staging, LeavesOtherReadsAsTheyAre) {
   expect_landed(scatter);
 }
 
-TEST_P(Staging, LooksAtTheTableOnceTheDataHasLanded) {
+TEST_P(Staging, ReadsTheTableOnceTheDataHasLanded) {
   open();
   const Scatter scatter = converted(*reader, 500, 0, 8);
   Scatter look;

@@ -174,7 +174,7 @@ TEST(TcpGuard, NoByteOfTheNextRequestIsSentOnceTheGuardIsEnforced) {
   expect_no_late_byte(late.answers);
 }
 
-/// The word is looked at before each slice, too, whoever forgot to enforce it.
+/// The word is checked before each slice, too, whoever forgot to enforce it.
 TEST(TcpGuard, IsLookedAtBeforeEachSlice) {
   const GuardedOwner owner("tcp");
   StalledRead late(owner);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side: reads what a worker offered, looks at the lease, settles."""
+"""The decode side: reads what a worker offered, checks the lease, settles."""
 
 from __future__ import annotations
 

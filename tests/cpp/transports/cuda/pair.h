@@ -12,7 +12,7 @@ class Cuda : public ::testing::Test {
  protected:
   void SetUp() override { live_ = from_fake_cuda<int()>("fake_cuda_live")(); }
   void TearDown() override {
-    EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_live")(), live_) << "something was not given back";
+    EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_live")(), live_) << "something was not freed";
     EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_contexts")(), 0)
         << "the thread's own context did not come back";
     EXPECT_EQ(from_fake_cuda<int()>("fake_cuda_capture_mode")(), 0) << "nor its mode of captures";

@@ -80,7 +80,7 @@ class GpuPool {
   GpuPool(const GpuPool&) = delete;
   GpuPool& operator=(const GpuPool&) = delete;
 
-  /// Gives back what cuMemAlloc made.
+  /// Frees what cuMemAlloc made.
   void free() {
     const cuda::Current current(*device_);
     if (const cuda::Address at = std::exchange(malloced_, 0); at != 0) device_->api.memory_free(at);

@@ -208,7 +208,7 @@ TEST_F(Cuda, RefusesRepeatsOutOfBounds) {
   EXPECT_EQ(code_of({4096, 0, kPool, 0}), Code::kConfig) << "of one region alone";
 }
 
-TEST_F(Cuda, LooksAtTheTableOnceTheDataHasLanded) {
+TEST_F(Cuda, ReadsTheTableOnceTheDataHasLanded) {
   GpuPair pair;
   const uint64_t nonce = 0x1234'5678'9abc'def0;
   std::memcpy(pair.owner.table->range().base + 64, &nonce, sizeof nonce);
@@ -450,7 +450,7 @@ TEST_F(Cuda, TouchesNothingThatItsOwnerFreedAfterClosing) {
   owner.close();
   ASSERT_TRUE(reader.endpoint->post_read(1, blocks.scatter.chunk()).ok());
   std::vector<Completion> ended;
-  constexpr int64_t kNotYetDue = 0;  // the next look at the owner, which is taken every 2 ms
+  constexpr int64_t kNotYetDue = 0;  // the next check of the owner, which is made every 2 ms
   EXPECT_EQ(reader.endpoint->poll(kNotYetDue, false, ended).status.code(), Code::kPeerUnreachable);
 }
 

@@ -15,6 +15,15 @@ class Fault : public ::testing::TestWithParam<const char*> {
   }
   Reader& reader() { return pair_->reader; }
   Status read_data() { return reader().read_at(kPool, 0, kDataBytes); }
+  Status read_under_a_lease() {
+    Scatter scatter;
+    scatter.add(kPool, 0, {{reader().destination.data(), kDataBytes, 0}});
+    Chunk chunk = scatter.chunk();
+    chunk.guard = {.offset = 128, .value = 7700, .region = kTable};
+    std::memcpy(pair_->owner.table->range().base + chunk.guard.offset, &chunk.guard.value, sizeof(uint64_t));
+    const Status posted = reader().endpoint->post_read(7, chunk);
+    return posted.ok() ? reader().wait(7) : posted;
+  }
   Status read_slot() { return reader().read_at(kTable, 64, 64); }
   /// Bytes of the destination that differ from the owner's.
   int num_wrong(const HostMemory& memory, uint64_t offset, uint32_t bytes) {
@@ -154,8 +163,10 @@ TEST_P(Fault, CorruptsOnlySlotsOrOnlyData) {
   ASSERT_TRUE(read_slot().ok());
   EXPECT_EQ(num_wrong_slot(), 0);
   ASSERT_TRUE(read_data().ok());
+  EXPECT_EQ(num_wrong_data(), 0) << "what no lease covers tries a connection, and is neither";
+  ASSERT_TRUE(read_under_a_lease().ok());
   EXPECT_EQ(num_wrong_data(), 1);
-  ASSERT_TRUE(read_data().ok());
+  ASSERT_TRUE(read_under_a_lease().ok());
   EXPECT_EQ(num_wrong_data(), 0);
   ASSERT_TRUE(read_slot().ok());
   EXPECT_EQ(num_wrong_slot(), 1);

@@ -114,7 +114,7 @@ TEST_F(VerbsEndpoint, OneThatStandsByAsksWhetherTheOwnerIsThere) {
   EXPECT_EQ(made_up.all("ask").size(), 0U);
   EXPECT_EQ(check(1 + kTickNs), 1 + 2 * kTickNs);
   EXPECT_EQ(made_up.all("ask").size(), 1U);
-  EXPECT_EQ(check(2 + kTickNs), 2 + 2 * kTickNs) << "it was heard: a tick begins";
+  EXPECT_EQ(check(2 + kTickNs), 2 + 2 * kTickNs) << "it has answered: a tick begins";
   EXPECT_EQ(made_up.all("ask").size(), 1U);
   post(4, 4096);
   EXPECT_TRUE(poll().ok());
@@ -211,10 +211,10 @@ TEST(VerbsSilence, EndsToTheNanosecondForWhoLooksInTime) {
 TEST(VerbsSilence, BeginsAgainWithEverySignOfLife) {
   Liveness liveness;
   for (int64_t now = kStart; now < kStart + 20 * kSilenceNs; now += kTickNs) {
-    if ((now - kStart) % (kSilenceNs - kTickNs) == 0) liveness.heard();
+    if ((now - kStart) % (kSilenceNs - kTickNs) == 0) liveness.answered();
     ASSERT_FALSE(liveness.too_long(now)) << (now - kStart) / kMs;
   }
-  liveness.heard();
+  liveness.answered();
   EXPECT_EQ(liveness.next_check_ns(), INT64_MAX);
   EXPECT_EQ(time_until_too_long(liveness, kStart), kSilenceNs);
 }
@@ -236,7 +236,7 @@ TEST(VerbsSilence, WhoStandsByAsksOnceATick) {
     }
     ++num_asked;
     EXPECT_FALSE(liveness.too_long(now));
-    liveness.heard();
+    liveness.answered();
   }
   EXPECT_EQ(num_asked, 9);
 }

@@ -19,7 +19,7 @@
 namespace kvlink::verbs::testing {
 
 struct Asked {
-  std::string what;  // "tell", "ask", "read", "halt"; and what was given back
+  std::string what;  // "tell", "ask", "read", "halt"; and what was freed
   uint32_t qpn = 0;
   uint64_t bytes = 0;
   bool signaled = false, fenced = false;

@@ -228,6 +228,37 @@ TEST(VerbsRails, IPv4DoesNotReachIPv6AndTheRefusalNamesBothAddresses) {
   EXPECT_EQ(rows({v4}, {v6}), (std::vector<Row>{{0, 0, 100}}));
 }
 
+/// 10.RAIL.0.HOST, of which this end knows that the first half is the network.
+NicAddress on_rail(char rail, char host, uint32_t net_bits = 0) {
+  NicAddress nic = port(100);
+  nic.gid = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, '\xff', '\xff', 10, rail, 0, host};
+  nic.net_bits = net_bits;
+  return nic;
+}
+
+TEST(VerbsRails, PortsOfOneNetworkAreJoinedAmongThemselves) {
+  constexpr uint32_t kBits = 96 + 16;
+  const Ports all{on_rail(1, 2), on_rail(2, 2), on_rail(3, 2), on_rail(4, 2)};
+  EXPECT_EQ(rows({on_rail(3, 1, kBits)}, all), (std::vector<Row>{{0, 2, 100}})) << "the others are apart";
+  EXPECT_EQ(rows({on_rail(4, 1, kBits), on_rail(2, 1, kBits)}, all),
+            (std::vector<Row>{{0, 3, 100}, {1, 1, 100}}));
+  EXPECT_EQ(rows({on_rail(3, 1), on_rail(4, 1)}, {on_rail(4, 2), on_rail(3, 2)}),
+            (std::vector<Row>{{0, 0, 100}, {1, 1, 100}}))
+      << "where no network is known, the i-th ones";
+  EXPECT_EQ(rows({on_rail(5, 1, kBits)}, {on_rail(6, 2)}), (std::vector<Row>{{0, 0, 100}}))
+      << "routers may join them";
+  EXPECT_EQ(rows({on_rail(1, 1, kBits), on_rail(7, 1, kBits)}, {on_rail(8, 2), on_rail(1, 2)}),
+            (std::vector<Row>{{0, 1, 100}, {1, 0, 100}}));
+}
+
+TEST(VerbsRails, SeveralPortsOfOneHostInOneNetworkAreJoinedOneByOne) {
+  constexpr uint32_t kBits = 96 + 16;
+  EXPECT_EQ(rows({on_rail(1, 1, kBits), on_rail(1, 2, kBits)}, {on_rail(1, 3), on_rail(1, 4)}),
+            (std::vector<Row>{{0, 0, 100}, {1, 1, 100}}));
+  EXPECT_EQ(rows({on_rail(1, 1, kBits), on_rail(1, 2, kBits)}, {on_rail(1, 3)}),
+            (std::vector<Row>{{0, 0, 50}, {1, 0, 50}}));
+}
+
 TEST(VerbsRails, EveryPortThatReachesOneIsUsedAndNoneBeyondItsRate) {
   std::mt19937_64 random(7);
   const auto below = [&](uint32_t end) { return static_cast<uint32_t>(random() % end); };

@@ -257,15 +257,15 @@ TEST(VerbsSearch, OneThatComesAndGoesIsTrustedLess) {
 
 TEST(VerbsNode, GoesWithItsDeviceAndIsNotTakenForTheNext) {
   const auto path = std::filesystem::temp_directory_path() / ("node-" + std::to_string(::getpid()));
-  EXPECT_FALSE(DeviceNode(path).gone());  // never seen
+  EXPECT_FALSE(DeviceNode(path).removed());  // never seen
   std::filesystem::create_directory(path);
   const DeviceNode node(path);
-  EXPECT_FALSE(node.gone());
+  EXPECT_FALSE(node.removed());
   const auto aside = path.string() + "-aside";
   std::filesystem::rename(path, aside);
-  EXPECT_TRUE(node.gone());
+  EXPECT_TRUE(node.removed());
   std::filesystem::create_directory(path);
-  EXPECT_TRUE(node.gone());
+  EXPECT_TRUE(node.removed());
   std::filesystem::remove(path);
   std::filesystem::remove(aside);
 }
@@ -275,11 +275,11 @@ TEST(VerbsNode, ARemovalThatNoEventTellsOfIsSeen) {
   std::filesystem::create_directory(path);
   const auto nic = open_nic({"made_up", 1, 1}, DeviceNode(path));
   nic->poll();
-  EXPECT_FALSE(nic->gone());
+  EXPECT_FALSE(nic->removed());
   std::filesystem::remove(path);
   nic->poll();
   nic->poll();
-  EXPECT_TRUE(nic->gone());
+  EXPECT_TRUE(nic->removed());
   EXPECT_EQ(nic->losses(), 1U);
   EXPECT_EQ(nic->why_lost().what(), "RDMA port made_up:1 was removed");
 }
@@ -489,7 +489,9 @@ TEST_F(VerbsAddressing, APortThatGoesDownEndsItsConnectionsUnlessTheyAreToWait) 
 
 // A NIC that pods share shows each of them the addresses of all.
 TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
-  machine.api.local_ips = [] { return std::vector<Gid>{gid_of("::ffff:10.56.0.12"), gid_of("2001:db8::7")}; };
+  machine.api.local_ips = [] {
+    return std::vector<LocalIp>{{gid_of("::ffff:10.56.0.12"), 96 + 24}, {gid_of("2001:db8::7"), 64}};
+  };
   testing::MadeUpPort& port = machine.add_roce("mlx5_0");
   const std::vector<std::pair<std::vector<std::string>, int>> cases{
       {{"::ffff:10.56.0.11", "::ffff:10.56.0.12"}, 1},
@@ -503,6 +505,8 @@ TEST_F(VerbsAddressing, GidsOfThisNetworkNamespaceComeFirst) {
     const auto nic = machine.open("mlx5_0");
     ASSERT_TRUE(nic.ok()) << nic.status().what();
     EXPECT_EQ((*nic)->gid_index(), index) << addresses.front();
+    const bool here = addresses.back() == "::ffff:10.56.0.12";
+    EXPECT_EQ((*nic)->address().net_bits, here ? 96U + 24 : addresses.back() == "2001:db8::7" ? 64U : 0U);
   }
 }
 

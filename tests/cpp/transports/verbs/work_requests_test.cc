@@ -210,7 +210,7 @@ TEST(VerbsChain, MovesExactlyTheBytesOfTheChunk) {
   EXPECT_GT(moved_bytes, 1'000'000u);
 }
 
-/// Hundreds of GiB that are not there: only the arithmetic is looked at.
+/// Hundreds of GiB that are not there: only the arithmetic is checked.
 TEST(VerbsChain, CrossesSliceBordersOfLargeRegions) {
   Random random(42);
   constexpr uint64_t kGiB = uint64_t{1} << 30;

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "channel/messages.h"
+
+#include <algorithm>
+
+#include "base/blob.h"
+
+namespace kvlink::channel {
+namespace {
+
+constexpr uint32_t kMaxTransportBytes = 32;
+constexpr uint32_t kMaxHellos = 64;
+constexpr uint32_t kMaxBlobBytes = 64 << 10;
+constexpr uint32_t kMaxPoolKeys = 4096, kMaxLeaseKeys = 2;
+
+void write_list(BlobWriter& writer, const std::vector<std::string>& list) {
+  writer.u32(static_cast<uint32_t>(list.size()));
+  for (const std::string& each : list) writer.bytes(each);
+}
+
+/// Reads until the end of what has come, so that a false number of entries takes no memory.
+bool read_list(BlobReader& reader, uint32_t most, std::vector<std::string>& list) {
+  const uint32_t num = reader.u32();
+  if (num > most) return false;
+  for (uint32_t index = 0; index < num && reader.ok(); ++index)
+    list.emplace_back(reader.bytes(kMaxBlobBytes));
+  return reader.ok();
+}
+
+std::string printable(std::string text) {
+  for (char& each : text) {
+    if (static_cast<unsigned char>(each) < 0x20 || each == 0x7F) each = ' ';
+  }
+  return text;
+}
+
+std::string cut(const std::string& text) { return text.substr(0, kMaxTextBytes); }
+
+}  // namespace
+
+Refusal refusal_of(const Status& status) {
+  const auto reason = [code = status.code()] {
+    switch (code) {
+      case Code::kConfig:
+        return Reason::kMalformed;
+      case Code::kTransportUnavailable:
+        return Reason::kNoTransport;
+      case Code::kAccessDenied:
+        return Reason::kDenied;
+      default:
+        return Reason::kFailed;
+    }
+  };
+  return {reason(), status.what(), status.fix()};
+}
+
+Status status_of(const Refusal& refusal) {
+  const auto code = [&refusal] {
+    switch (refusal.reason) {
+      case Reason::kMalformed:
+        return Code::kConfig;
+      case Reason::kNoTransport:
+        return Code::kTransportUnavailable;
+      case Reason::kDenied:
+        return Code::kAccessDenied;
+      default:
+        return Code::kPeerUnreachable;
+    }
+  };
+  return {code(), printable(refusal.what), printable(refusal.fix)};
+}
+
+std::string encode_refusal(const Refusal& refusal) {
+  return BlobWriter()
+      .u32(static_cast<uint32_t>(refusal.reason))
+      .bytes(cut(refusal.what))
+      .bytes(cut(refusal.fix))
+      .take();
+}
+
+std::optional<Refusal> parse_refusal(std::string_view body) {
+  BlobReader reader(body);
+  Refusal refusal{static_cast<Reason>(reader.u32()), {}, {}};
+  refusal.what = reader.bytes(kMaxTextBytes);
+  refusal.fix = reader.bytes(kMaxTextBytes);
+  return reader.done() ? std::optional(std::move(refusal)) : std::nullopt;
+}
+
+std::string encode_connect(const ConnectRequest& request) {
+  BlobWriter writer;
+  writer.bytes(request.transport).u32(request.takes_keys);
+  write_list(writer, request.hellos);
+  return writer.take();
+}
+
+std::optional<ConnectRequest> parse_connect(std::string_view body) {
+  BlobReader reader(body);
+  ConnectRequest request;
+  request.transport = reader.bytes(kMaxTransportBytes);
+  const uint32_t takes_keys = reader.u32();
+  request.takes_keys = takes_keys == 1;
+  const bool whole = read_list(reader, kMaxHellos, request.hellos) && reader.done();
+  const bool sane = takes_keys <= 1 && !request.transport.empty() && !request.hellos.empty();
+  return whole && sane ? std::optional(std::move(request)) : std::nullopt;
+}
+
+std::string encode_connected(const Accepted& accepted) {
+  BlobWriter writer;
+  writer.u32(accepted.connection_id);
+  write_list(writer, accepted.replies);
+  write_list(writer, accepted.pool_keys);
+  write_list(writer, accepted.lease_keys);
+  return writer.take();
+}
+
+std::optional<Accepted> parse_connected(std::string_view body) {
+  BlobReader reader(body);
+  Accepted accepted{reader.u32(), {}};
+  const bool whole = read_list(reader, kMaxHellos, accepted.replies) &&
+                     read_list(reader, kMaxPoolKeys, accepted.pool_keys) &&
+                     read_list(reader, kMaxLeaseKeys, accepted.lease_keys) && reader.done();
+  const bool sane = accepted.connection_id <= INT32_MAX && !accepted.replies.empty();
+  return whole && sane ? std::optional(std::move(accepted)) : std::nullopt;
+}
+
+std::string encode_seat(const SeatRef& seat) {
+  return BlobWriter().u32(seat.slot).u64(seat.settle_nonce).take();
+}
+
+std::optional<SeatRef> parse_seat(std::string_view body) {
+  BlobReader reader(body);
+  SeatRef seat{reader.u32(), 0};
+  seat.settle_nonce = reader.u64();
+  return reader.done() ? std::optional(seat) : std::nullopt;
+}
+
+std::string encode_seats(std::span<const SeatRef> seats) {
+  BlobWriter writer;
+  writer.u32(static_cast<uint32_t>(seats.size()));
+  for (const SeatRef& seat : seats) writer.u32(seat.slot).u64(seat.settle_nonce);
+  return writer.take();
+}
+
+std::optional<std::vector<SeatRef>> parse_seats(std::string_view body) {
+  BlobReader reader(body);
+  const uint32_t num = reader.u32();
+  if (num > kMaxSeats) return {};
+  std::vector<SeatRef> seats;
+  for (uint32_t index = 0; index < num && reader.ok(); ++index) {
+    const uint32_t slot = reader.u32();
+    seats.push_back({slot, reader.u64()});
+  }
+  return reader.done() ? std::optional(std::move(seats)) : std::nullopt;
+}
+
+std::string encode_numbers(std::span<const uint32_t> numbers) {
+  BlobWriter writer;
+  writer.u32(static_cast<uint32_t>(numbers.size()));
+  for (const uint32_t number : numbers) writer.u32(number);
+  return writer.take();
+}
+
+std::optional<std::vector<uint32_t>> parse_numbers(std::string_view body) {
+  BlobReader reader(body);
+  const uint32_t num = reader.u32();
+  if (num > kMaxSeats) return {};
+  std::vector<uint32_t> numbers;
+  for (uint32_t index = 0; index < num && reader.ok(); ++index) numbers.push_back(reader.u32());
+  return reader.done() ? std::optional(std::move(numbers)) : std::nullopt;
+}
+
+}  // namespace kvlink::channel

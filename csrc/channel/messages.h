@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bodies of the native channel's frames. Each encode_ has a parse_, which believes nothing: it returns
+// nothing for a body that is malformed or beyond a bound.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+#include "channel/frame.h"
+#include "engine/engine.h"
+
+namespace kvlink::channel {
+
+struct ConnectRequest {
+  std::string transport;
+  bool takes_keys = true;
+  std::vector<std::string> hellos;  // one a lane
+};
+
+/// A reader's seat of a lease: the ticket's slot and settle nonce.
+struct SeatRef {
+  uint32_t slot = 0;
+  uint64_t settle_nonce = 0;
+  bool operator==(const SeatRef&) const = default;
+};
+
+/// Why a request was refused, as kvlink.control.refusal.Reason. The numbers are those on the wire.
+enum class Reason : uint32_t { kMalformed = 1, kTooMany, kNoTransport, kDenied, kNotReady, kFailed };
+
+struct Refusal {
+  Reason reason = Reason::kFailed;
+  std::string what, fix;
+};
+
+Refusal refusal_of(const Status& status);
+/// Returns the refusal as its caller sees it. Texts of a peer lose what a terminal would obey.
+Status status_of(const Refusal& refusal);
+
+std::string encode_refusal(const Refusal& refusal);
+std::optional<Refusal> parse_refusal(std::string_view body);
+std::string encode_connect(const ConnectRequest& request);
+std::optional<ConnectRequest> parse_connect(std::string_view body);
+std::string encode_connected(const Accepted& accepted);
+std::optional<Accepted> parse_connected(std::string_view body);
+std::string encode_seat(const SeatRef& seat);
+std::optional<SeatRef> parse_seat(std::string_view body);
+std::string encode_seats(std::span<const SeatRef> seats);
+std::optional<std::vector<SeatRef>> parse_seats(std::string_view body);
+std::string encode_numbers(std::span<const uint32_t> numbers);
+std::optional<std::vector<uint32_t>> parse_numbers(std::string_view body);
+
+}  // namespace kvlink::channel
