@@ -157,6 +157,45 @@ async def test_a_refused_offer_is_sent_again_until_there_is_room(caplog: pytest.
     assert line == "the coordinator refused offers for now, retrying worker=prefill offers=3"
 
 
+@virtual
+async def test_an_offer_that_waited_is_sent_with_the_time_that_it_has_left() -> None:
+    coordinator, clock = RefusingCoordinator(), asyncio.get_running_loop().time
+    session = await joined(coordinator)
+    sent: list[tuple[float, float]] = []
+    take = coordinator.offer
+
+    async def noted(offer: Offer, timeout_s: float = 5.0) -> None:
+        sent.append((clock() + offer.ttl_s, timeout_s))
+        await take(offer, timeout_s)
+
+    coordinator.offer = noted  # type: ignore[method-assign]
+    await asyncio.sleep(1.0)
+    coordinator.away = True
+    coordinator.streams[-1].end()
+    await asyncio.sleep(1.0)
+    ends = clock() + 30.0
+    offering = asyncio.create_task(session.offer(make_offer("r", ttl_s=30.0), timeout_s=29.9))
+    await asyncio.sleep(20.0)
+    assert sent == []
+    coordinator.away = False
+    await offering
+    assert len(sent) == 2, "by the rejoin, and by whoever waited"
+    assert [due for due, _ in sent] == pytest.approx([ends, ends])
+    assert max(timeout_s for _, timeout_s in sent) < 10.0
+    await session.close()
+
+
+@virtual
+async def test_what_has_expired_is_not_kept() -> None:
+    session = await joined(RefusingCoordinator())
+    await session.offer(make_offer("short", ttl_s=1.0))
+    await session.offer(make_offer("long", ttl_s=60.0))
+    await asyncio.sleep(2.0)
+    await session.offer(make_offer("next", ttl_s=60.0))
+    assert [*session._offers] == ["long", "next"]
+    await session.close()
+
+
 def test_a_worker_waits_before_it_rejoins_unless_there_is_something_to_offer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

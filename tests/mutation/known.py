@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
+_CONTROL = "kvlink/control/"
 _DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
@@ -83,6 +84,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "ahead of child.split(common)": "a split leaves the number of copies as it was",
         f"{_DIRECTORY}._remove_part: swapped statements: part = copy.parts.pop(rank, None) -> "
         "ahead of self._leave(copy)": "leaving the tree looks at the servers and the keys, which the part is not among",
+    },
+    "control": {
+        f"{_CONTROL}rpc/feed.py:Feed.close: swapped statements: self._wake.set() -> "
+        "ahead of self._closed, self._error = (True, error)":
+            "those who wait for the event go on when the loop runs again, which is after both",
+        f"{_CONTROL}codec/_cards.py:_check_card: swapped statements: check_within('number of regions', "
+        "len(card.region_bytes), 0, limits.MAX_REGIONS) -> ahead of check_within('number of planes', num_planes, 0, "
+        "limits.MAX_PLANES)": "what exceeds a bound is refused, and only the words say which was looked at first",
+        f"{_CONTROL}codec/_prefixes.py:_check_found: swapped statements: check_within('number of tickets', "
+        "len(found.tickets), 1, limits.MAX_RANKS) -> ahead of check_within('num_keys', found.num_keys, 1, "
+        "limits.MAX_PREFIX_KEYS)": "what exceeds a bound is refused, and only the words say which was looked at first",
+        f"{_CONTROL}rpc/channel.py:_Server.__init__: swapped statements: "
+        "self.channel = trust.dial(address, _OPTIONS) -> ahead of self.address = address": "neither uses the other",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""

@@ -221,6 +221,8 @@ def _alone(plan: dict[str, Any], tests: Sequence[str], folder: Path) -> Outcome:
         status, output = _pytest(plan, tests, folder, timeout=300)
     except subprocess.TimeoutExpired:
         return Outcome("timeout")
+    if "file or directory not found" in output or status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise SystemExit(output)
     failed = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
     named = failed.partition(" - ")[0].partition(" ")[2]
     return Outcome({0: "survived", 1: "killed"}.get(status, "crashed"), named)
