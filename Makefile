@@ -10,7 +10,7 @@ VENV := .venv
 JOBS ?= $(shell nproc)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
-CPP_FILES = $(shell find csrc tests/cpp tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc')
+CPP_FILES = $(shell find csrc tests/cpp tests/capi tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc' -o -name '*.c')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 STRICT := KVLINK_WERROR=ON
@@ -125,9 +125,12 @@ FIXED_ADDRESSES = $$(setarch -R true 2>/dev/null && echo setarch -R)
 # The tests link what `make build` has compiled.
 WITH_CORE = -D$(UNITY) -DKVLINK_CORE=$$(ls -t $(CURDIR)/build/cp*/libkvlink_core.a | head -n 1)
 
-.PHONY: test-cpp
-test-cpp: build ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
+.PHONY: build-cpp
+build-cpp: build
 	$(call cpp-build,cpp,$(WITH_CORE))
+
+.PHONY: test-cpp
+test-cpp: build-cpp ## C++ tests; KVLINK_SIMULATION_SEEDS=1000000: that many runs of the simulation
 	$(call cpp-tests,cpp,)
 	build/cpp/kvlink_simulation
 	build/cpp/kvlink_memory_model
@@ -147,6 +150,13 @@ test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under 
 .PHONY: test-transports
 test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
 	pytest -m "verify" tests/transports
+
+.PHONY: test-capi
+test-capi: build-cpp $(VENV)/.checked ## programs in C, alone, with each other and with Python; again under sanitizers; ten million malformed inputs
+	pytest tests/capi
+	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON)
+	KVLINK_CAPI_BUILD=asan pytest tests/capi/test_pairings.py tests/capi/test_misuse.py
+	build/cpp/kvlink_fuzz 10000000 $${KVLINK_TEST_SEED:-1}
 
 .PHONY: test-hostile
 test-hostile: build $(VENV)/.checked ## workers that publish false cards to an honest reader of a third process

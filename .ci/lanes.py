@@ -45,6 +45,7 @@ class Lane(NamedTuple):
 
 LANES = {
     "transports": Lane("make test-transports", 2),
+    "capi": Lane("make test-capi", 2),
     "hostile": Lane("make test-hostile", 2),
     "processes": Lane("make test-processes", 2),
     "simulate": Lane("make simulate", 2),
@@ -76,11 +77,18 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
         r"csrc/transports/(cma|shm|same_host|tcp)",
         ("transports", "hostile", "sanitizers", "instructions", "soak"),
     ),
+    (r"csrc/(capi|codec)/", ("capi",)),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
-    (r"CMakeLists\.txt", ("transports", "sanitizers", "instructions", "soak", "image", "release")),
-    (r"csrc/(engine|lease|staging)/", ("transports", "sanitizers", "instructions", "soak", "simulate")),
-    (r"csrc/", ("transports", "sanitizers", "instructions", "soak")),
+    (
+        r"CMakeLists\.txt",
+        ("capi", "transports", "sanitizers", "instructions", "soak", "image", "release"),
+    ),
+    (
+        r"csrc/(engine|lease|staging)/",
+        ("transports", "sanitizers", "instructions", "soak", "simulate", "capi"),
+    ),
+    (r"csrc/", ("transports", "sanitizers", "instructions", "soak", "capi")),
     (
         r"kvlink/control/(rpc|client|session)",
         ("transports", "processes", "simulate", "netns", "deploy", "docs"),
@@ -102,6 +110,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/transports/.*gpu", ("transports", "gpu")),
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
+    (r"tests/capi/", ("capi",)),
     (r"tests/netns/", ("netns",)),
     (r"tests/deploy/test_image_steps|tests/newcomer/fresh_root", ("image", "newcomer")),
     (r"tests/deploy/", ("deploy", "slow")),

@@ -6,10 +6,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <mutex>
 
 #include "base/check.h"
+#include "base/read_file.h"
 #include "base/sys.h"
 
 namespace kvlink {
@@ -19,7 +19,11 @@ std::string boot_id() {
   static std::mutex mutex;
   static std::string id;
   std::lock_guard lock(mutex);
-  if (id.empty()) std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+  if (id.empty()) {
+    const std::string read = read_file("/proc/sys/kernel/random/boot_id").value_or("");
+    std::string_view text = read;
+    id = take_line(text);
+  }
   return id;
 }
 

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 
+#include "base/read_file.h"
 #include "base/sys.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -24,9 +24,13 @@ namespace {
 
 /// " (… available)", or nothing where /proc does not say.
 std::string available_memory() {
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string name, rest; meminfo >> name && std::getline(meminfo, rest);) {
-    if (name == "MemAvailable:") return " (" + rest.substr(rest.find_first_not_of(' ')) + " available)";
+  constexpr std::string_view kName = "MemAvailable:";
+  const std::string meminfo = read_file("/proc/meminfo").value_or("");
+  for (std::string_view rest = meminfo; !rest.empty();) {
+    std::string_view line = take_line(rest);
+    if (!line.starts_with(kName)) continue;
+    line.remove_prefix(std::min(line.find_first_not_of(' ', kName.size()), line.size()));
+    return " (" + std::string(line) + " available)";
   }
   return {};
 }

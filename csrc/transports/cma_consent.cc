@@ -8,13 +8,13 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <span>
 #include <unordered_map>
 #include <utility>
 
 #include "base/blob.h"
 #include "base/host_identity.h"
+#include "base/read_file.h"
 #include "base/sys.h"
 #include "base/unique_fd.h"
 
@@ -126,9 +126,10 @@ Result<bool> has_consent_at(int pid, uint64_t address) {
   std::snprintf(range.data(), range.size(), "%08lx-%08lx rw-p ", address, address + mapped_bytes());
   const std::string name = std::string(" /memfd:") + kMappingName + " (deleted)";
   const std::string path = "/proc/" + std::to_string(pid) + "/maps";
-  std::ifstream maps(path);
+  const std::optional<std::string> maps = read_file(path);
   if (!maps) return Status::Unavailable("cannot read " + path, "mount /proc, or use shm or tcp");
-  for (std::string line; std::getline(maps, line);) {
+  for (std::string_view rest = *maps; !rest.empty();) {
+    const std::string_view line = take_line(rest);
     if (line.starts_with(range.data())) return line.ends_with(name);
   }
   return false;

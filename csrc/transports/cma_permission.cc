@@ -4,9 +4,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
+#include <cstdlib>
 #include <optional>
 #include <string>
+
+#include "base/read_file.h"
 
 namespace kvlink {
 namespace {
@@ -14,9 +16,10 @@ namespace {
 constexpr int kCapSysPtrace = 19;
 
 std::optional<std::string> own_status(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with(field + ":\t")) return line.substr(field.size() + 2);
+  const std::string status = read_file("/proc/self/status").value_or("");
+  for (std::string_view rest = status; !rest.empty();) {
+    const std::string_view line = take_line(rest);
+    if (line.starts_with(field + ":\t")) return std::string(line.substr(field.size() + 2));
   }
   return {};
 }
@@ -27,9 +30,8 @@ bool may_ptrace_anyone() {
 }
 
 int yama_scope() {
-  int scope = 0;  // also where the kernel has no Yama
-  std::ifstream("/proc/sys/kernel/yama/ptrace_scope") >> scope;
-  return scope;
+  // 0 also where the kernel has no Yama
+  return std::atoi(read_file("/proc/sys/kernel/yama/ptrace_scope").value_or("0").c_str());
 }
 
 bool is_dumpable(pid_t process, uid_t uid) {

@@ -32,7 +32,10 @@ def lanes() -> ModuleType:
     ("path", "names"),
     [
         ("csrc/transports/verbs/queue_pair.cc", ["transports", "sanitizers", "rdma"]),
-        ("csrc/engine/lane.cc", ["transports", "simulate", "instructions", "sanitizers", "mutation", "soak"]),
+        (
+            "csrc/engine/lane.cc",
+            ["transports", "simulate", "capi", "instructions", "sanitizers", "mutation", "soak"],
+        ),
         ("csrc/device/cuda_copier.cc", ["transports", "sanitizers", "gpu"]),
         ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy", "docs", "mutation"]),
         ("kvlink/worker/worker.py", ["transports", "processes", "docs", "mutation"]),

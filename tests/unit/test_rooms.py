@@ -17,6 +17,7 @@ ALLOWED = {
     "device": {"base", "memory"},
     "plan": {"base", "memory", "transport_api"},
     "lease": {"base"},
+    "codec": {"base", "plan", "lease"},
     "staging": {"base", "memory", "transport_api", "device"},
     "transports": {"base", "memory", "transport_api", "lease", "transports/same_host"},
     "transports/same_host": {"base", "memory", "transport_api"},
@@ -26,6 +27,7 @@ ALLOWED = {
     "transports/fault": {"base", "transport_api", "transports"},
     "engine": {"base", "memory", "transport_api", "device", "plan", "lease", "staging", "transports"},
     "channel": {"base", "engine", "transports/tcp"},
+    "capi": {"base", "memory", "plan", "codec", "engine"},
     "bindings": {"base", "memory", "device", "plan", "engine", "channel", "transports"},
     "bench": {"base", "memory", "device", "plan", "lease", "staging", "transports/verbs", "bindings"},
 }

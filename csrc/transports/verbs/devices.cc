@@ -5,7 +5,8 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
+
+#include "base/read_file.h"
 
 namespace kvlink::verbs {
 namespace {
@@ -30,10 +31,9 @@ Status may_open(const Api& api, const ibv_device& device, uint8_t port) {
 }  // namespace
 
 std::string read_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);  // fails for an empty entry
-  return line;
+  const std::string content = read_file(path).value_or("");  // fails for an empty entry
+  std::string_view text = content;
+  return std::string(take_line(text));
 }
 
 std::string port_folder(const Api& api, const std::string& device, uint8_t port) {
