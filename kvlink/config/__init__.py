@@ -269,8 +269,8 @@ class WorkerConfig(RdmaConfig):
         """Returns the options of worker `number` of a host, added to all configured ports. Raises ConfigError."""
         ports = {name: getattr(self, name) for name in ("port", "agent_port", "metrics_port")}
         channel = parse_channel(self.channel)
-        others = {"channel": str(channel + number)} if channel else {}
-        return replace(self, **{name: port + number for name, port in ports.items() if port}, **others)
+        counted: dict[str, Any] = {name: port + number for name, port in ports.items() if port}
+        return replace(self, **counted, **({"channel": str(channel + number)} if channel else {}))
 
     @classmethod
     def from_env(
