@@ -98,6 +98,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"kvlink/(monitoring|cli|doctor)", ("processes", "deploy", "docs")),
     (r"kvlink/hardware/", ("transports", "docs", "gpu")),
     (r"kvlink/demo|kvlink/tracing|integrations/router/", ("processes", "docs")),
+    (r"kvlink/_(core|bench)", ("transports", "processes", "pythons", "docs")),
     (r"kvlink/", ("transports", "processes", "docs")),
     (r"integrations/deploy/image", ("deploy", "image", "slow")),
     (r"integrations/deploy", ("deploy",)),

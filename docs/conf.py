@@ -23,6 +23,7 @@ extensions = [
     "sphinx_design",
     "plain_docstrings",
     "generated_reference",
+    "native_reference",
 ]
 exclude_patterns = ["_ext", "examples"]
 nitpicky = False

@@ -4,7 +4,8 @@
 - late: in an open loop, from the intended arrival until a slot was free
 - offer: the prefill worker's call
 - claim: the decode worker's call, which knows only the request id, without the transfer; for requests that come alone,
-  claim_parts_us has its parts, and of_bare_claim compares it with a claim by a bare client in the same run
+  claim_parts_us has its parts, and of_bare_claim compares it with the claims of as many ranks by a bare client in the
+  same run
 - plan, validate, settle: as the pull counts them
 - post: the time to give the reads to the transport, summed over the lanes
 - wire: the rest of the read

@@ -117,8 +117,9 @@ class Bench:
     def claim_parts(self, coordinator: str) -> Row:
         """Measures what a claim consists of, with handoffs in turns: at once after the offer, and long after it.
 
-        publish is the wait for the coordinator to have the offer, rpc a claim alone by a bare client, and worker the
-        rest: the way to the control thread and back, the check of the ticket and the start of the pull.
+        publish is the wait for the coordinator to have the offer, rpc the claims alone, one for each rank of decode, by
+        a bare client, and worker the rest: the way to the control thread and back, the check of the tickets and the
+        start of the pulls.
         """
         at_once: list[float] = []
         later: list[float] = []
@@ -135,7 +136,7 @@ class Bench:
                     owner.call("offer_held", request_id=request.request_id)
                 time.sleep(_PUBLISHED_S)
                 start = time.perf_counter_ns()
-                loop.run_until_complete(client.claim(request.request_id, _CLAIM_S))
+                loop.run_until_complete(_claims(client, request.request_id, len(self._workers)))
                 alone.append((time.perf_counter_ns() - start) / 1000)
                 for owner, _ in owners:
                     owner.call("release", request_id=request.request_id)
@@ -376,6 +377,10 @@ class Bench:
             contents.equal(worker.pool, request.ids, request.owner_ids, request.tokens)
             for worker, contents in zip(self._workers, self._contents, strict=True)
         )
+
+
+async def _claims(client: CoordinatorClient, request_id: str, ranks: int) -> None:
+    await asyncio.gather(*(client.claim(request_id, _CLAIM_S, rank, ranks) for rank in range(ranks)))
 
 
 async def _client_of(coordinator: str) -> CoordinatorClient:

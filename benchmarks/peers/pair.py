@@ -23,6 +23,7 @@ from .modes import Mode
 
 _ANSWER_S = 120.0
 _EXIT_S = 10.0
+_LOOK_S = 0.5
 _HERE = Path(__file__).parent
 _SETTINGS = ("UCX_", "NIXL_", "MC_", "OMPI_", "PMIX_", "PRTE_")
 
@@ -103,20 +104,25 @@ def _started(mode: Mode, python: Path, log: IO[str]) -> list[_End]:
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path := f"{folder}/ends")
         listening.listen()
-        listening.settimeout(_ANSWER_S)
+        listening.settimeout(_LOOK_S)
         launcher = [str(python.parent / "mpiexec"), "--oversubscribe", "-n", "2"]
         process = start([*launcher, *command, path], stdin=subprocess.DEVNULL, stdout=log)
-        found: dict[int, _End] = {}
-        try:
-            while len(found) < 2:
-                with listening.accept()[0] as connection:
-                    asking, answering = connection.makefile("w"), connection.makefile("r")
-                who = json.loads(answering.readline())
-                found[who["rank"]] = _End(name, process, asking, answering, who["pid"])
-        except (OSError, ValueError) as error:
-            process.kill()
-            raise BenchError(f"{name} did not start: {error}; its last messages are in the log") from error
-    return [found[rank] for rank in range(2)]
+        ends = [_accepted(listening, process, name) for _ in range(2)]
+    return [end for _, end in sorted(ends, key=lambda end: end[0])]
+
+
+def _accepted(listening: socket.socket, process: subprocess.Popen[str], name: str) -> tuple[int, _End]:
+    """Returns an end that the launcher has started, after its rank."""
+    for _ in range(int(_ANSWER_S / _LOOK_S)):
+        with suppress(TimeoutError), listening.accept()[0] as connection:
+            asking, answering = connection.makefile("w"), connection.makefile("r")
+            who = json.loads(answering.readline())
+            return who["rank"], _End(name, process, asking, answering, who["pid"])
+        if process.poll() is not None:
+            break
+    process.kill()
+    process.wait()
+    raise BenchError(f"{name} did not start; its last messages are in the log")
 
 
 class _End:

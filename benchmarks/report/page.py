@@ -163,7 +163,7 @@ def _sections(found: Results) -> Iterator[tuple[str, str]]:
     )
     for kind, title in _TITLES.items():
         if kind != "migrate":
-            yield title, table(title, map(_shown, found.rows.get(kind, ())))
+            yield title, table(f"{title}: all rows", map(_shown, found.rows.get(kind, ())))
     yield "Details", "".join(_details(found))
 
 

@@ -161,6 +161,7 @@ typedef struct kvl_worker_stats {
   uint64_t granted, settled, expired, aborted; /* since the start */
 } kvl_worker_stats;
 
+/* Counts the leases of a worker. */
 KVL_API int32_t kvl_worker_count(kvl_handle worker, kvl_worker_stats* stats, kvl_error* error);
 
 enum { KVL_EVENT_PULL_ENDED = 1, KVL_EVENT_OFFER_ENDED = 2 };
@@ -290,6 +291,7 @@ typedef struct kvl_pull_stats {
   uint64_t total_ns, plan_ns, read_ns, validate_ns, settle_ns;
 } kvl_pull_stats;
 
+/* Tells what a pull has read and how long it took. */
 KVL_API int32_t kvl_pull_count(kvl_handle pull, kvl_pull_stats* stats, kvl_error* error);
 /* Settles a reader's seat without reading. */
 KVL_API int32_t kvl_release(const kvl_pull_options* options, kvl_error* error);

@@ -49,6 +49,7 @@ class CardReader {
 
  private:
   static Status host(const ProtoReader& from, CardHost& into);
+  static Status channel(const ProtoReader& from, CardChannel& into);
   Status layout(const ProtoReader& from, CardLayout& into);
   static Status plane(const ProtoReader& from, Plane& into);
   static Status pipeline(const ProtoReader& from, CardPipeline& into);
@@ -104,6 +105,40 @@ Status CardReader::card(const ProtoReader& from, WorkerCard& into) {
       break;
     case 10:
       from.get(into.draining);
+      break;
+    case 11:
+      if (!from.get(entry)) break;
+      if (!into.channel) into.channel.emplace();
+      return nested(from, [&](const ProtoReader& at) { return channel(at, *into.channel); });
+    default:
+      break;
+  }
+  return {};
+}
+
+Status CardReader::channel(const ProtoReader& from, CardChannel& into) {
+  std::string_view bytes;
+  switch (from.field()) {
+    case 1:
+      if (!from.get(bytes)) break;
+      if (into.addresses.size() >= kMaxChannelAddresses) {
+        return too_many("addresses of the native channel", kMaxChannelAddresses);
+      }
+      return take_text(from, into.addresses.emplace_back(), kMaxNameBytes,
+                       "an address of the native channel");
+    case 2:
+    case 3: {
+      const bool is_secret = from.field() == 3;
+      if (!from.get(bytes)) break;
+      if (bytes.size() != (is_secret ? kChannelSecretBytes : kChannelInstanceBytes)) {
+        return Status::Config(
+            "the native channel has an instance or a secret of another size than 16 and 32 bytes");
+      }
+      (is_secret ? into.secret : into.instance) = bytes;
+      break;
+    }
+    case 4:
+      from.get(into.flags);
       break;
     default:
       break;
@@ -269,6 +304,12 @@ std::string write(const CardTransport& transport) {
   return to.bytes(5, transport.refused).number(6, transport.bounces).take();
 }
 
+std::string write(const CardChannel& channel) {
+  ProtoWriter to;
+  for (const std::string& address : channel.addresses) to.entry(1, address);
+  return to.bytes(2, channel.instance).bytes(3, channel.secret).number(4, channel.flags).take();
+}
+
 Status malformed(const Status& why) { return Status::Config("malformed card: " + why.what()); }
 
 }  // namespace
@@ -288,7 +329,9 @@ std::string write_card(const WorkerCard& card) {
   for (const CardLayout& layout : card.layouts) to.entry(6, write(layout));
   to.packed(7, card.region_bytes);
   for (const CardTransport& transport : card.transports) to.entry(8, write(transport));
-  return to.number(9, card.protocol_version).number(10, card.draining).take();
+  to.number(9, card.protocol_version).number(10, card.draining);
+  if (card.channel) to.entry(11, write(*card.channel));
+  return to.take();
 }
 
 Result<WorkerCard> read_card(std::string_view blob) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,7 @@ inline constexpr uint32_t kProtocolVersion = 5;
 inline constexpr size_t kMaxNameBytes = 512, kMaxOpaqueBytes = 64 << 10, kMaxCardBytes = 4 << 20;
 inline constexpr size_t kMaxGroups = 256, kMaxPlanes = 2048, kMaxRegions = 4096, kMaxTransports = 32;
 inline constexpr size_t kMaxPoolKeys = 4096, kMaxLeaseKeys = 2, kIncarnationBytes = 16;
+inline constexpr size_t kMaxChannelAddresses = 4, kChannelInstanceBytes = 16, kChannelSecretBytes = 32;
 
 struct CardHost {
   std::string boot_id;
@@ -49,6 +51,13 @@ struct CardTransport {
   bool bounces = false;
 };
 
+/// How readers without gRPC reach the worker, see docs/design/channel.md.
+struct CardChannel {
+  std::vector<std::string> addresses;
+  std::string instance, secret;
+  uint32_t flags = 0;
+};
+
 struct WorkerCard {
   std::string worker_id;
   uint64_t epoch = 0;
@@ -59,6 +68,7 @@ struct WorkerCard {
   std::vector<CardTransport> transports;
   uint32_t protocol_version = 0;
   bool draining = false;
+  std::optional<CardChannel> channel = {};
 };
 
 /// Returns kConfig for a name that no worker or request can have.

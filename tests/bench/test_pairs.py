@@ -17,7 +17,7 @@ from kvlink.benchmarks import app
 from kvlink.benchmarks.harness import block_draws
 from kvlink.benchmarks.harness.contents import Contents
 from kvlink.benchmarks.harness.processes import BenchError
-from kvlink.benchmarks.measurements import migrate, rank_shares
+from kvlink.benchmarks.measurements import migrate, rank_handoffs, rank_shares
 from kvlink.benchmarks.measurements.rank_handoffs import Bench
 from kvlink.benchmarks.workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
 from kvlink.errors import ConfigError
@@ -54,6 +54,19 @@ def whole(rows: list[dict[str, Any]]) -> dict[str, Any]:
     cold, row = rows
     assert cold["kind"] == "cold"
     return row
+
+
+def test_claims_are_compared_with_those_of_as_many_ranks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims, ranks = rank_handoffs._claims, []
+
+    async def noted(client: Any, request_id: str, of: int) -> None:
+        ranks.append(of)
+        await claims(client, request_id, of)
+
+    monkeypatch.setattr(rank_handoffs, "_claims", noted)
+    row = whole(list(migrate.rows(model, TOKENS, "loopback", "1:2", iters=1, pp="1:2")))
+    assert set(ranks) == {4}
+    assert row["of_bare_claim"] > 0
 
 
 PAIRS = [(prefill, decode, "NHD") for prefill in DEGREES for decode in DEGREES]

@@ -127,6 +127,15 @@ def test_a_peer_process_that_dies_is_reported(tmp_path: Path) -> None:
         Pair(MODES[0], python, 4096, 64, 7, log)
 
 
+def test_a_launcher_that_dies_is_reported(tmp_path: Path) -> None:
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\nexit 3\n")
+    launcher.chmod(0o755)
+    mode = next(mode for mode in MODES if mode.launched)
+    with (tmp_path / "log").open("w") as log, pytest.raises(BenchError, match="openmpi get did not start"):
+        Pair(mode, tmp_path / "python", 4096, 64, 7, log)
+
+
 def test_the_adapters_protocol_answers_errors(tmp_path: Path) -> None:
     folder = Path(contest.__file__).parent
     asked = json.dumps({"do": "connect", "arguments": {"card": "{}"}}) + "\n"

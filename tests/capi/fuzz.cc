@@ -28,6 +28,8 @@ WorkerCard some_card() {
   card.host = {"boot", 1, 2, 3, 4};
   card.region_bytes = {1 << 20, 300, 0};
   card.protocol_version = kProtocolVersion;
+  card.channel = {
+      {"127.0.0.1:7001"}, std::string(kChannelInstanceBytes, 'i'), std::string(kChannelSecretBytes, 's'), 1};
   for (int group = 0; group < 2; ++group) {
     CardLayout layout;
     layout.model = "model";

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """libkvlink.so.1 has the functions of its header and nothing else, and keeps the interface of version 1.
 
-After a change of kvlink.h that old programs do not notice, `python tests/capi/test_abi.py` writes libkvlink.abi anew.
+After a change of kvlink.h that old programs do not notice, `python tests/capi/test_abi.py` writes libkvlink.abi again.
 """
 
 from __future__ import annotations

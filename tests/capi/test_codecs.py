@@ -46,10 +46,15 @@ TRANSPORTS = st.builds(
     pb.TransportCard, name=TEXT, address=BLOB, pool_keys=KEYS, lease_keys=st.lists(BLOB, max_size=2),
     refused=TEXT, bounces=st.booleans(),
 )  # fmt: skip
+CHANNELS = st.none() | st.builds(
+    pb.NativeChannel, addresses=st.lists(TEXT, max_size=4), instance=st.binary(min_size=16, max_size=16),
+    secret=st.binary(min_size=32, max_size=32), flags=U32,
+)  # fmt: skip
 CARDS = st.builds(
     pb.WorkerCard, worker_id=TEXT, epoch=U64, incarnation=st.just(b"") | st.binary(min_size=16, max_size=16),
     agent=TEXT, host=HOSTS, layouts=st.lists(LAYOUTS, max_size=3), region_bytes=st.lists(U64, max_size=4),
     transports=st.lists(TRANSPORTS, max_size=3), protocol_version=U32, draining=st.booleans(),
+    channel=CHANNELS,
 )  # fmt: skip
 REQUESTS = st.builds(ConnectRequest, NAMES, U64, NAMES, st.lists(BLOB, min_size=1, max_size=5), st.booleans())
 REPLIES = st.builds(
@@ -219,6 +224,8 @@ CARD_PREFIX = _message(1, b"one")
         (TRANSPORT(_message(4, b"") * 3), "lease keys"),
         (LAYOUT(_message(16, _message(2, b"\1" * 2049))), "bounds"),
         (_message(3, b"short"), "incarnation"),
+        (_message(11, _message(1, b"a") * 5), "addresses"),
+        (_message(11, _message(3, b"short")), "secret"),
         (_message(1, b"\x1b[31m"), "cannot be printed"),
         (_message(1, b"\xff"), "cannot be printed"),
         (b"\x0b", "truncated, or no message"),

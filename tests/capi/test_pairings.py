@@ -184,7 +184,7 @@ def test_plans_and_seats(nodes: tuple[COwner, Node, int]) -> None:
     owner, reader, peer = nodes
     _, ticket = owner.node.offer([2, 3], readers=3)
     plan = reader.pull(peer, ticket, [0, 1], how="plan")
-    reader.pull(int(plan), ticket, [], how="planned", flags=NO_SETTLE)
+    reader.do("wait", reader.pull(int(plan), ticket, [], how="planned", flags=NO_SETTLE), FOR_EVER)
     check_blocks(reader, [0, 1], [2, 3])
     _, other = owner.node.offer([4, 5])
     assert reader.refusal("planned", plan, other.hex(), 0, 0, 0, 0, 0) == CONFIG

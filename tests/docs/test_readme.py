@@ -33,6 +33,16 @@ def test_json_in_command_lines_is_json() -> None:
         json.loads(text)
 
 
+def test_no_bar_passes_the_line_of_its_limit() -> None:
+    """A pull that is faster than its limit shows that the limit was none."""
+    panels = [
+        panel for path in FIGURES for panel in json.loads(path.read_text())["panels"] if panel.get("mark")
+    ]
+    assert panels
+    for panel in panels:
+        assert max(value for _, value, _ in panel["bars"]) <= 1.05 * panel["mark"], panel["title"]
+
+
 def test_the_charts_are_drawn_from_the_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvlink", "report", "--chart", str(tmp_path), *map(str, FIGURES)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

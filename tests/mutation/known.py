@@ -59,6 +59,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_ENGINE}engine.cc:Engine::open: swapped statements: std::erase_if(connections_, [](const auto& known) "
         "{ return k~61b75779 -> connections_.push_back(connection); std::erase_if(connection~82ff1239":
             "the new connection is held here, so it has not expired",
+        f"{_ENGINE}engine.cc:Engine::open_descriptors: swapped statements: epoll_fd_ = std::move(*epoll); "
+        "wake_fd_ = std::move(*wake); -> wake_fd_ = std::move(*wake); epoll_fd_ = std::move(*epoll);":
+            "neither uses the other, and no other thread runs yet",
     },
     "session": {
         f"{_SWAPPED.format('__init__')}: self._doubt = asyncio.Event() -> ahead of self._joined.set()":

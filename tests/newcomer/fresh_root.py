@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ class FreshRoot:
         for name in filter(lambda name: (ROOT / name).is_file(), listed):
             self.put(ROOT / name, str(Path(into, name).parent))
         self.run(f"chown -R {owner}:{owner} {into}", "root")
+
+    def clone(self, into: str, owner: str = "reader") -> None:
+        """Makes a checkout of the working tree, with what is not committed, and one commit of history."""
+        with tempfile.TemporaryDirectory() as place:
+            _do("git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", place)
+            shutil.copytree(f"{place}/.git", self._folder / "upper" / into.lstrip("/") / ".git")
+        self.give(".", into=into, owner=owner)
 
     def put(self, file: Path, into: str) -> str:
         """Copies a file of this machine, and returns where it is."""

@@ -24,7 +24,7 @@ def user(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[FreshRoot]:
     machine = FreshRoot(tmp_path / "machine")
-    machine.give(".")
+    machine.clone(CHECKOUT)
     yield machine
     machine.close()
 

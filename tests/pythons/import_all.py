@@ -40,7 +40,8 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Runs the stub. Its constants have no value, and its functions return nothing, but one that a module calls."""
-        stub = ROOT / f"{module.__name__.replace('.', '/')}.pyi"
+        place = ROOT / module.__name__.replace(".", "/")
+        stub = place / "__init__.pyi" if place.is_dir() else place.with_suffix(".pyi")
         source = "from __future__ import annotations\n" + stub.read_text()
         exec(compile(source, str(stub), "exec"), module.__dict__)
         vars(module)["prior_cost"] = lambda transport: (1.0, 1.0, 1.0)
@@ -58,6 +59,10 @@ def _sources(place: Path) -> None:
             (place / "kvlink" / entry.name).symlink_to(entry)
     for name in ("integrations", "benchmarks"):
         (place / "kvlink" / name).symlink_to(ROOT / name)
+    (place / "kvlink-0.dist-info").mkdir()
+    (place / "kvlink-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kvlink\nVersion: 0\n"
+    )
 
 
 def _names(place: Path) -> list[str]:

@@ -27,6 +27,8 @@ void World::call() {
     }
     if (chance(50))
       scheduler_.sleep(random().between(0, random().one_of<int64_t>({5'000, 200'000, 2'000'000})));
+    if (chance(3))
+      scheduler_.sleep(random().between(100, 200) * kMillisecond);  // longer than an owner may be silent
   }
 }
 

@@ -177,6 +177,7 @@ void World::check_end() {
       if (link->connection->pending() != 0) fail("ended pulls stay in a lane's queue");
       check_work(*link);
       if (!link->healthy() || link->closed) continue;
+      if (link->connection->broken()) fail("a connection breaks for no reason");
       if (link->num_posts() != 0) fail("posts are under way though nobody waits for them");
     }
   }

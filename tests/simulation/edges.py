@@ -582,6 +582,13 @@ PLANTED: list[Change] = [
         LANE,
     ),
     cut(
+        "lane",
+        "an owner counts as asked after a settle that nobody awaits",
+        "  if (--num_awaited_ == 0) asked_ns_ = 0;\n",
+        "  --num_awaited_;\n",
+        LANE,
+    ),
+    cut(
         "thread",
         "each round allocates",
         "    lanes.clear();  // not under the mutex: one of them may end here\n",

@@ -34,7 +34,7 @@ def lanes() -> ModuleType:
         ("csrc/transports/verbs/queue_pair.cc", ["transports", "sanitizers", "rdma"]),
         (
             "csrc/engine/lane.cc",
-            ["transports", "simulate", "capi", "instructions", "sanitizers", "mutation", "soak"],
+            ["transports", "capi", "simulate", "instructions", "sanitizers", "mutation", "soak"],
         ),
         ("csrc/device/cuda_copier.cc", ["transports", "sanitizers", "gpu"]),
         ("kvlink/coordinator/store/etcd/sync.py", ["processes", "simulate", "deploy", "docs", "mutation"]),

@@ -503,7 +503,7 @@ TEST(HostileCaller, HalfFramesOfManyHoldNoMoreThanTheLimit) {
     callers.push_back(std::make_unique<Caller>(owner));
     callers.back()->say(hello_to(owner) + half);
   }
-  // What was there before a round trip has been read after it.
+  // A round trip later, all that was there before has been read.
   const auto honest = dialled(reader, owner);
   EXPECT_EQ(*honest->card(20 * kSecond), "a sealed card");
   EXPECT_LE(owner.channel->counts().links, 1 + kHeld / kHalf);

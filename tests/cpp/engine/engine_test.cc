@@ -405,6 +405,19 @@ TEST(Engine, SaysWhyATransportIsNotHere) {
   if (num_absent == 0) GTEST_SKIP() << "this machine has all";
 }
 
+TEST(Engine, RevokesWithoutATransportThatWasGivenUp) {
+  const auto memory = *HostMemory::allocate(uint64_t{kNumBlocks} * kBlockBytes, false);
+  EngineOptions options;
+  options.transports = {"tcp", "loopback"};
+  const auto engine = std::move(*Engine::make(options));
+  engine->disable("tcp", "not today");
+  ASSERT_TRUE(engine->add_pool_region(memory->range()).ok());
+  ASSERT_TRUE(engine->start().ok());
+  const std::vector<uint32_t> blocks{3};
+  ASSERT_TRUE(engine->grant_soft(blocks, 1, kNoExpiryNs).ok());
+  EXPECT_EQ(engine->revoke(blocks), 1u);
+}
+
 TEST(Engine, AClosedWorkerHoldsNoDescriptors) {
   const auto count = [] { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); };
   const auto memory = *HostMemory::allocate(uint64_t{kNumBlocks} * kBlockBytes, false);

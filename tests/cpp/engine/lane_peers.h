@@ -40,7 +40,7 @@ class FakeEndpoint final : public Endpoint {
 
   std::string hello() const override { return {}; }
   Status establish(std::string_view, const Patience&) override { return {}; }
-  Result<uint32_t> import_region(std::string_view) override { return Status::Config("all are known"); }
+  Result<uint32_t> import_region(std::string_view) override { return num_regions_++; }
   const Traits& traits() const override { return traits_; }
 
   Status post_read(uint64_t token, const Chunk& chunk) override {
@@ -118,6 +118,7 @@ class FakeEndpoint final : public Endpoint {
   const bool& broken_;
   std::vector<Post> posts_;
   size_t num_due_ = 0;
+  uint32_t num_regions_ = 0;
 };
 
 struct FakeDriver final : LaneDriver {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "cpp/engine/lane_peers.h"
+#include "engine/connection.h"
 
 namespace kvlink {
 namespace {
@@ -135,6 +136,96 @@ TEST_F(LaneTest, WhoWaitsDoesNotSpinForWhatAnotherLaneHas) {
   EXPECT_FALSE(lanes[0]->drive_for(*transfer, 0)) << "the time was over";
   drive();
   expect_valid();
+}
+
+/// The last pull under its lease withdraws the announcement.
+TEST_F(LaneTest, APullThatEndsWithItsLaneCountsNoMore) {
+  readers = std::make_shared<AnnouncedReaders>(42);
+  start({kWhole, kWhole}, false);
+  lanes[0]->submit(transfer);
+  lanes[0]->drive();
+  readers->begin(kNonce);  // another pull, of another lane
+  broken[0] = true;
+  lanes[0]->drive();
+  EXPECT_EQ(transfer->status().code(), Code::kPeerUnreachable);
+  EXPECT_TRUE(readers->end(kNonce, [] { return true; }));
+}
+
+/// A connection of one lane to the owner of the fixture.
+struct ConnectionTest : LaneTest {
+  static constexpr uint64_t kEpoch = 42;
+  std::shared_ptr<ProgressThread> thread = *ProgressThread::make();
+  std::shared_ptr<HostMemory> memory = *HostMemory::allocate(4096, false);
+  FakeEndpoint* fake = nullptr;
+  std::shared_ptr<Connection> connection;
+
+  void SetUp() override {
+    owner.leases[0] = LeaseTableHeader::kMagic;
+    owner.leases[1] = kEpoch;
+    auto endpoint = std::make_unique<FakeEndpoint>(owner, Traits{.window = kWhole}, landed[0], broken[0]);
+    fake = endpoint.get();
+    std::vector<LaneEnd> ends;
+    ends.push_back({std::move(endpoint)});
+    connection =
+        std::make_shared<Connection>(std::move(ends), nullptr, 0, std::make_shared<ScratchPool>(memory, 1),
+                                     std::vector{thread}, std::make_shared<PathStats>());
+  }
+  void TearDown() override {
+    connection->close();
+    thread->stop();
+  }
+  void establish() {
+    const auto regions =
+        connection->establish(0, {"reply"}, {"pool"}, {"slots", "words"}, kEpoch, INT64_MAX / 4);
+    ASSERT_TRUE(regions.ok()) << regions.status().what();
+  }
+  std::shared_ptr<Transfer> pull(const LeaseSeat& seat) {
+    const Layout layout{kNumBlocks, 1, 0, 1, kBlockBytes, kBlockBytes, kBlockBytes, kBlockBytes, {{0, 0, 0}}};
+    PullRequest request;
+    request.planner =
+        *Planner::make(layout, layout, {{mine.data(), mine.size()}}, {mine.size()}, {kPool}, {});
+    owner_blocks = reader_blocks = {1, 2};
+    request.owner_blocks = owner_blocks;
+    request.reader_blocks = reader_blocks;
+    request.tokens = {0, 2};
+    request.seat = seat;
+    request.deadline_ns = INT64_MAX;
+    return connection->pull(request);
+  }
+};
+
+TEST_F(ConnectionTest, IsNotLookedAfterBeforeItIsEstablished) {
+  bool polled = false;
+  fake->on_poll_ = [&] { polled = true; };
+  connection->look_after();
+  EXPECT_FALSE(polled);
+}
+
+TEST_F(ConnectionTest, ThatBrokeWhileItWasIdleCarriesNoPull) {
+  establish();
+  broken[0] = true;
+  EXPECT_EQ(pull({kSlot, kNonce, 0}), nullptr);
+  EXPECT_TRUE(connection->broken());
+}
+
+TEST_F(ConnectionTest, RefusesATicketBeforeItAsksForThePool) {
+  establish();
+  int asked = 0;
+  connection->check_pulls([&asked] {
+    ++asked;
+    return Status::Config("the pool has moved");
+  });
+  EXPECT_NE(pull({kSlot, 1, 0})->status().what().find("forged"), std::string::npos);
+  EXPECT_EQ(asked, 0);
+  EXPECT_EQ(pull({kSlot, kNonce, 0})->status().what(), "the pool has moved");
+  EXPECT_EQ(asked, 1);
+}
+
+TEST_F(LaneTest, LanesThatGoAwayEndTheirPulls) {
+  start({window(16 << 10), window(48 << 10)});
+  lanes[0]->drive();
+  lanes.clear();
+  EXPECT_EQ(transfer->status().code(), Code::kPeerUnreachable);
 }
 
 TEST_F(LaneTest, WhoWaitsForTheNetworkDoesNotSpin) {

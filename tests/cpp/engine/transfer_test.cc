@@ -79,7 +79,9 @@ TEST_F(TransferTest, APullOfNothingIsNotStaged) {
   request.deadline_ns = kFar;
   for (const uint32_t tokens : {0u, 3u}) {
     request.tokens = {0, tokens};
-    EXPECT_EQ(Transfer(request, 0, std::make_shared<TransferDriver>(driver)).stats().staged, tokens > 0);
+    const TransferStats stats = Transfer(request, 0, std::make_shared<TransferDriver>(driver)).stats();
+    EXPECT_EQ(stats.staged, tokens > 0);
+    EXPECT_EQ(stats.predicted.direct_us > 0 && stats.predicted.staged_us > 0, tokens > 0);
   }
 }
 
@@ -300,6 +302,17 @@ TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
   transfer->ended(transfer->next(kOneOp, false, 0, 400'001), {}, 400'002);
   EXPECT_EQ(transfer->state(), TransferState::kSettled);
   EXPECT_EQ(transfer->stats().bytes, 3u * kBlockBytes);
+}
+
+TEST_F(TransferTest, AStreamsLastLookFollowsItsDataOnWhicheverLane) {
+  for (const uint32_t lane : {0u, 1u}) {
+    auto transfer = start(StreamUnit::kBlocks);
+    const Step slot = transfer->next(kOneOp, true, lane, 1);
+    slot_says(kNonce, 3);
+    transfer->ended(slot, {}, 1);
+    ASSERT_EQ(transfer->next(kAllOps, true, lane, 2).kind, Kind::kReads);
+    EXPECT_EQ(transfer->next(kAllOps, true, lane, 2).kind, Kind::kSlot);
+  }
 }
 
 // Only such a pull says what a transfer takes.
