@@ -85,7 +85,7 @@ class Incumbents:
             )
 
     async def _why_ended(self, incumbent: WorkerCard, newcomer: WorkerCard) -> str:
-        """Returns why the process counts as why, or "" if it runs.
+        """Returns why the process counts as ended, or "" if it runs.
 
         Where both have one address, the newcomer's own agent may answer there, that it is starting. On loopback of
         another host nobody can be asked: the process runs until its lease ends.

@@ -166,7 +166,7 @@ PLANTED = (
             "await send(Push(PushKind.SETTLE, order.slot, order.settle_nonce))", "pass",
             ("tests/control/test_session.py",)),
     Planted("an agent that refuses counts as alive", "coordinator", "kvlink/coordinator/incumbents.py",
-            "gone = str(error)",
+            "why = str(error)",
             'return ""', ("tests/control/test_duplicates.py",)),
     Planted("prefixes of dead workers stay", "coordinator", "kvlink/coordinator/prefix_service.py",
             "if change.what is Joined.DOWN:", "if False:", ("tests/control/test_prefixes.py",)),
