@@ -7,6 +7,7 @@ Arguments override the environment, and the environment overrides the default. `
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -268,9 +269,10 @@ class WorkerConfig(RdmaConfig):
     def of_worker(self, number: int) -> WorkerConfig:
         """Returns the options of worker `number` of a host, added to all configured ports. Raises ConfigError."""
         ports = {name: getattr(self, name) for name in ("port", "agent_port", "metrics_port")}
-        channel = parse_channel(self.channel)
         counted: dict[str, Any] = {name: port + number for name, port in ports.items() if port}
-        return replace(self, **counted, **({"channel": str(channel + number)} if channel else {}))
+        if channel := parse_channel(self.channel):
+            counted["channel"] = str(channel + number)
+        return replace(self, **counted)
 
     @classmethod
     def from_env(
@@ -293,7 +295,7 @@ def parse_channel(channel: str) -> int | None:
     given = channel.strip().lower()
     if given in ("", "off"):
         return None
-    port = 0 if given == "on" else int(given) if given.isascii() and given.isdigit() else -1
+    port = 0 if given == "on" else int(given) if re.fullmatch("[0-9]{1,5}", given) else -1
     if given == "on" or 0 < port < 65536:
         return port
     raise ConfigError(f"KVLINK_CHANNEL={channel!r} must be on, off, or a port from 1 to 65535")
