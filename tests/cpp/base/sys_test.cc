@@ -283,7 +283,7 @@ constexpr Invitations::Limits kLimits{
     .secret_bytes = 24, .most_of_one = 64, .most = 256, .lifetime_ns = 1'000'000};
 
 TEST(SysTest, ThreadsLeaveTheSignalsOfTheProcessToTheProgram) {
-  sigset_t before, there;
+  sigset_t before{}, there{}, after{};
   ::pthread_sigmask(SIG_BLOCK, nullptr, &before);
   auto thread = sys::start_thread("testing", "kvlink-test",
                                   [&there] { ::pthread_sigmask(SIG_BLOCK, nullptr, &there); });
@@ -293,7 +293,6 @@ TEST(SysTest, ThreadsLeaveTheSignalsOfTheProcessToTheProgram) {
     EXPECT_EQ(::sigismember(&there, each), 1) << each;
   }
   EXPECT_EQ(::sigismember(&there, SIGSEGV), 0) << "faults must be told where they happen";
-  sigset_t after;
   ::pthread_sigmask(SIG_BLOCK, nullptr, &after);
   EXPECT_EQ(std::memcmp(&before, &after, sizeof after), 0);
 }
