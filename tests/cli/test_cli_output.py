@@ -298,7 +298,7 @@ NO_NAME = ("bogus", "ä b", ",")
 # What an option takes, where it is not a number. Text that kvlink only passes on cannot be wrong here.
 WRONG: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--tenants", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE),
-    **dict.fromkeys(("--chat", "results"), UNREADABLE),
+    **dict.fromkeys(("--chat", "results", "files"), UNREADABLE),
     **dict.fromkeys(("--log", "--output", "--token"), UNWRITABLE),
     **dict.fromkeys(("--dir", "--environments"), NO_FOLDER),
     "--chart": ("/proc/x", "/dev/null"),
@@ -309,7 +309,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--trace": ("/nowhere/x", "/", "/dev/null"),
     **dict.fromkeys(("--transport", "--store", "--order", "--layout", "--path", "--validate"), NO_NAME),
     **dict.fromkeys(("--engine", "--pp", "--tp", "--gpus", "--replicas", "--workers"), NO_NAME),
-    **dict.fromkeys(("--tokens", "--rate", "--slots", "--cpus", "--memory"), NO_NAME),
+    **dict.fromkeys(("--tokens", "--rate", "--slots", "--cpus", "--memory", "--beside"), NO_NAME),
     **dict.fromkeys(("before", "after", "--command"), NO_NAME),
     "--device": (*NO_NAME, "cuda:x"),
     "--model": (*NO_NAME, "/nowhere/x"),

@@ -105,8 +105,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "5 c11",
         "an agent that refuses counts as alive",
         "kvlink.coordinator.incumbents",
-        "            gone = str(error)",
-        '            gone = ""',
+        "            why = str(error)",
+        '            why = ""',
     ),
     Mutant(
         "3 c12",

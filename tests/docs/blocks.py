@@ -48,7 +48,7 @@ HOW: dict[str, dict[str, str]] = {
         "make release-wheel": "make release-wheel",
         "export PIP_FIND_LINKS": _PAGES,
     },
-    "docs/getting-started/native.md": {"cmake -S": "tests/capi/test_example.py, with the core that make build made"},
+    "docs/getting-started/native.md": {"cmake -S": "tests/capi/test_example.py"},
     "docs/getting-started/prefixes.md": {"import kvlink": _CODE_TESTS},
     "docs/getting-started/quickstart.md": {
         "pip install .": RUNS,

@@ -172,12 +172,12 @@ class Coordinator:
 async def test_so_many_cards_of_owners_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlink.worker.directory._MAX_CARDS", 2)
     coordinator = Coordinator()
-    directory = ControlDirectory(cast(Any, coordinator), Security())
+    directory = ControlDirectory(cast(Any, coordinator), Security(), cast(Any, None))
     for name in ("a", "b", "c", "b", "c", "a"):
         assert (await directory.card(name, 1, "", fresh=False)).worker_id == name
     assert coordinator.asked == ["a", "b", "c", "a"]
     await directory.card("a", 1, "", fresh=True)
     assert coordinator.asked[4:] == ["a"]
     with pytest.raises(ConfigError, match="names no agent of a; pass coordinator="):
-        await ControlDirectory(None, Security()).card("a", 1, "", fresh=False)
+        await ControlDirectory(None, Security(), cast(Any, None)).card("a", 1, "", fresh=False)
     await directory.close()

@@ -231,14 +231,14 @@ def test_counts_of_two_paths() -> None:
             each.add(1000 * factor * (index + 1))
         stale = Counter({(True, 4): failed["StaleBlocks"]})
         return PathCounts._make(
-            [*(factor * number for number in range(1, 7)), Counter(failed), stale, *durations]
+            [*(factor * number for number in range(1, 8)), Counter(failed), stale, *durations]
         )
 
     both = counts(1, {"StaleBlocks": 1}).plus(counts(10, {"StaleBlocks": 2, "Cancelled": 1}))
-    assert both[:6] == (11, 22, 33, 44, 55, 66)
+    assert both[:7] == (11, 22, 33, 44, 55, 66, 77)
     assert both.failed == {"StaleBlocks": 3, "Cancelled": 1}
     assert both.stale == {(True, 4): 3}
-    assert [each.sum_ns for each in both[8:]] == [11_000 * factor for factor in range(1, 6)]
+    assert [each.sum_ns for each in both[9:]] == [11_000 * factor for factor in range(1, 6)]
 
 
 def test_failed_attempts_are_forgotten_after_a_while() -> None:
