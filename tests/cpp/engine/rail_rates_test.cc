@@ -13,7 +13,7 @@
 namespace kvlink {
 namespace {
 
-constexpr int64_t kSecond = 1'000'000'000;
+constexpr int64_t kOneSecond = 1'000'000'000;
 constexpr uint64_t kChunk = 512 << 10;
 constexpr uint64_t kSlow = 1, kAll = 0;  // masks of rails: the first, and none
 
@@ -22,7 +22,7 @@ struct RailRatesTest : ::testing::Test {
   RailRates rates;
   std::vector<Rail> rails;
   std::vector<double> bytes_per_ns;
-  int64_t now = 100 * kSecond;
+  int64_t now = 100 * kOneSecond;
 
   void make(std::vector<double> rail_rates, std::vector<uint64_t> chunks = {}) {
     bytes_per_ns = std::move(rail_rates);
@@ -117,7 +117,7 @@ TEST_F(RailRatesTest, OneStallOrAPullOfFewBytesProvesNothing) {
   for (int number = 0; number < 100; ++number) pull(2 * kChunk);
   EXPECT_EQ(aside(), kAll);
   for (int number = 0; number < 3; ++number)
-    rates.add(rails, std::vector<RailWork>{{2 * kChunk, kSecond}, {}}, {}, now);
+    rates.add(rails, std::vector<RailWork>{{2 * kChunk, kOneSecond}, {}}, {}, now);
   EXPECT_EQ(aside(), kAll) << "there is nothing to compare it with";
 }
 
@@ -145,10 +145,10 @@ TEST_F(RailRatesTest, ARailThatIsSetAsideIsTriedByOnePullLessAndLess) {
     const RailChoice choice = pull();
     EXPECT_EQ(choice.aside ^ choice.trial, kSlow);
     if (choice.trial != 0) {
-      pauses.push_back((now - last) / kSecond);
+      pauses.push_back((now - last) / kOneSecond);
       last = now;
     }
-    now += kSecond / 10;
+    now += kOneSecond / 10;
   }
   EXPECT_EQ(pauses, (std::vector<int64_t>{10, 20, 40, 80, 160, 300, 300, 300}));
   EXPECT_EQ(rates.num_set_aside(), 1u) << "it was never used in between";
@@ -157,20 +157,20 @@ TEST_F(RailRatesTest, ARailThatIsSetAsideIsTriedByOnePullLessAndLess) {
 TEST_F(RailRatesTest, ATrialReadsLittleAndAPullThatMeasuresNothingMakesNone) {
   make({4, 50});
   set_slow_rail_aside();
-  now += 10 * kSecond;
+  now += 10 * kOneSecond;
   EXPECT_EQ(rates.choose(rails, false, now).trial, 0u);
   const RailChoice choice = rates.choose(rails, true, now);
   EXPECT_EQ(choice.trial, kSlow);
   EXPECT_EQ(read(256 << 20, choice)[0].bytes, 2 * kChunk);
   EXPECT_EQ(rates.choose(rails, true, now).trial, 0u) << "another one does meanwhile";
-  EXPECT_EQ(rates.choose(rails, true, now + 20 * kSecond).trial, kSlow) << "which told nothing";
+  EXPECT_EQ(rates.choose(rails, true, now + 20 * kOneSecond).trial, kSlow) << "which told nothing";
 }
 
 TEST_F(RailRatesTest, ARailThatHasRecoveredIsUsedAgainAtItsFirstTrial) {
   make({4, 50});
   set_slow_rail_aside();
   bytes_per_ns[0] = 20;
-  now += 10 * kSecond;
+  now += 10 * kOneSecond;
   EXPECT_EQ(pull().trial, kSlow);
   EXPECT_EQ(aside(), kAll);
   bytes_per_ns[0] = 10;  // less than a third, and more than a tenth
@@ -182,7 +182,7 @@ TEST_F(RailRatesTest, ARailBetweenBothLimitsStaysWhereItIs) {
   make({4, 50});
   set_slow_rail_aside();
   bytes_per_ns[0] = 10;
-  now += 10 * kSecond;
+  now += 10 * kOneSecond;
   EXPECT_EQ(pull().trial, kSlow);
   EXPECT_EQ(aside(), kSlow);
 }
@@ -191,7 +191,7 @@ TEST_F(RailRatesTest, ARailBetweenBothLimitsStaysWhereItIs) {
 TEST_F(RailRatesTest, ARailThatPassesItsTrialsAndFailsItsWorkIsTriedLessAndLess) {
   make({4, 50});
   int64_t slow_pulls = 0;
-  for (const int64_t end = now + 3600 * kSecond; now < end; now += kSecond) {
+  for (const int64_t end = now + 3600 * kOneSecond; now < end; now += kOneSecond) {
     const bool used = rates.choose(rails, false, now).aside == 0;
     slow_pulls += used;
     bytes_per_ns[0] = used ? 4 : 50;
@@ -206,7 +206,7 @@ TEST_F(RailRatesTest, WhatHasWorkedForAsLongAsItsPauseIsForgiven) {
   const auto recover = [&] {
     bytes_per_ns[0] = 50;
     while (aside() != 0) {
-      now += kSecond;
+      now += kOneSecond;
       pull();
     }
     bytes_per_ns[0] = 4;
@@ -214,12 +214,12 @@ TEST_F(RailRatesTest, WhatHasWorkedForAsLongAsItsPauseIsForgiven) {
   set_slow_rail_aside();
   recover();
   set_slow_rail_aside();
-  now += 19 * kSecond;
+  now += 19 * kOneSecond;
   EXPECT_EQ(pull().trial, 0u) << "it was set aside again at once";
   recover();
-  now += 60 * kSecond;
+  now += 60 * kOneSecond;
   set_slow_rail_aside();
-  now += 10 * kSecond;
+  now += 10 * kOneSecond;
   EXPECT_EQ(pull().trial, kSlow);
 }
 
@@ -227,7 +227,7 @@ TEST_F(RailRatesTest, PullsThatBeganBeforeItWasSetAsideAreNoTrials) {
   make({4, 50});
   set_slow_rail_aside();
   for (int number = 0; number < 10; ++number) rates.add(rails, read(256 << 20, {}), {}, now);
-  now += 10 * kSecond;
+  now += 10 * kOneSecond;
   EXPECT_EQ(pull().trial, kSlow);
 }
 
@@ -239,7 +239,7 @@ TEST_F(RailRatesTest, ANewConnectionKnowsTheRailByItsName) {
   for (int number = 0; number < 1000; ++number) {  // names that an owner makes up
     std::vector<Rail> strange = rails;
     strange[0].name += std::to_string(number);
-    rates.add(strange, std::vector<RailWork>{{2 * kChunk, kSecond}, {2 * kChunk, 1000}}, {}, now);
+    rates.add(strange, std::vector<RailWork>{{2 * kChunk, kOneSecond}, {2 * kChunk, 1000}}, {}, now);
   }
   EXPECT_EQ(aside(), kAll) << "the oldest make room";
 }
