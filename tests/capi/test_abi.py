@@ -46,6 +46,7 @@ def abi(library: Path, headers: Path, into: Path) -> Path:
         "abidw", "--headers-dir", headers, "--no-corpus-path", "--no-comp-dir-path", "--no-show-locs",
         "--drop-private-types", "--type-id-style", "hash", "--exported-interfaces-only", "--out-file", into, library,
     )  # fmt: skip
+    into.write_text(re.sub(r" path='[^']*/csrc/", " path='csrc/", into.read_text()))
     return into
 
 
