@@ -167,6 +167,7 @@ def in_virtual_time(seed: int, main: Callable[[random.Random], Coroutine[Any, An
     try:
         with (
             mock.patch.object(os, "urandom", random.randbytes),
+            mock.patch.object(random, "_urandom", random.randbytes),  # SystemRandom's, and that of secrets
             mock.patch.object(agent, "off_loop", _at_once),
         ):
             return loop.run_until_complete(main(chance))

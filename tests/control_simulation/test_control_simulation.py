@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections import Counter
 
 import pytest
@@ -38,6 +40,17 @@ def test_they_are_long_enough_together_and_everything_occurs() -> None:
 def test_a_seed_takes_the_same_turns_again(seed: int) -> None:
     first, again = simulate(seed), simulate(seed)
     assert (first.trace, first.virtual_s) == (again.trace, again.virtual_s)
+
+
+def test_nothing_random_comes_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of one byte less makes a message shorter, and the next run another one."""
+
+    def from_the_system(num_bytes: int) -> bytes:
+        raise AssertionError(f"{num_bytes} random bytes that no seed decides")
+
+    monkeypatch.setattr(os, "urandom", from_the_system)
+    monkeypatch.setattr(random, "_urandom", from_the_system)
+    assert not simulate(1).violations
 
 
 def test_seeds_differ() -> None:
