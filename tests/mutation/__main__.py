@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -112,7 +113,7 @@ def _try_python(
         ]  # fmt: skip
         if left:
             most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
-            asked = [(site.mutant, site.at_import) for site in left]
+            asked = [(site.mutant, _users(site.mutant) if site.at_import else None) for site in left]
             ends = python_tests.try_all(asked, paths, most, within, WORK)
             for mutant, outcome in ends.items():
                 mutants[mutant].outcomes[kind] = outcome
@@ -123,6 +124,16 @@ def _try_python(
     for one in (one for of_module in tried.values() for one in of_module.values()):
         _say(one)
     return {name: list(of_module.values()) for name, of_module in tried.items()}
+
+
+@functools.cache
+def _product() -> dict[str, ast.Module]:
+    paths = [path for folder in ("kvlink", "integrations") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
+def _users(mutant: Mutant) -> set[str]:
+    return python_mutants.users_of(mutant, _product())
 
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
