@@ -82,10 +82,12 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> Iterato
     for name in chosen:
         mine = {site.mutant for site in (*planted[name], *chosen[name])}
         of_module = [(number, site) for number, site in compiled.items() if site.mutant in mine]
+        sites = of_module[: len(planted[name]) + given.sample]
+        kept = _kept(name, [site for _, site in sites], given.again)
         tried = []
-        for number, site in of_module[: len(planted[name]) + given.sample]:
-            outcomes: dict[str, Outcome] = {}
-            for kind in given.kinds:
+        for number, site in sites:
+            outcomes = kept[site.mutant.name].outcomes
+            for kind in given.kinds if not outcomes else ():
                 if given.each_kind or not any(each.status in KILLED for each in outcomes.values()):
                     outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
             tried.append(Tried(site.mutant, outcomes))
@@ -137,7 +139,7 @@ def _users(mutant: Mutant) -> set[str]:
 
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
-    """Mutants with the kills of the last run of their module: tests that were added since do not undo them."""
+    """Mutants with what killed them in the last run of their module: tests that were added since do not undo it."""
     path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
@@ -146,7 +148,7 @@ def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[
             {
                 kind: Outcome(*each)
                 for kind, each in last.get(site.mutant.name, {}).items()
-                if each[0] in KILLED
+                if any(status in KILLED for status, _ in last[site.mutant.name].values())
             },
         )
         for site in sites
@@ -291,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
-    add("--again", action="store_true", help="only those of Python that survived the last run of the module")
+    add("--again", action="store_true", help="only those that survived the last run of the module")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
     WORK.mkdir(parents=True, exist_ok=True)
