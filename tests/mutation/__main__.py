@@ -139,7 +139,7 @@ def _users(mutant: Mutant) -> set[str]:
 
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
-    """Mutants with what killed them in the last run of their module: tests that were added since do not undo it."""
+    """Mutants with what killed or hung them in the last run of their module: tests that were added since undo neither."""
     path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
@@ -148,7 +148,7 @@ def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[
             {
                 kind: Outcome(*each)
                 for kind, each in last.get(site.mutant.name, {}).items()
-                if any(status in KILLED for status, _ in last[site.mutant.name].values())
+                if any(status in (*KILLED, "timeout") for status, _ in last[site.mutant.name].values())
             },
         )
         for site in sites

@@ -39,7 +39,6 @@ struct EndpointPlan {
   uint32_t failed_post_percent = 0;   // of the reads, at once
   uint32_t failed_write_percent = 0;  // of the stores: half of them at once, the others never arrive
   bool breaks_order = false;          // though it promises it
-  bool aside = false;                 // its rail is set aside: no block is read over it
 
   bool healthy() const { return breaks_at_ns == INT64_MAX && silent_at_ns == INT64_MAX && !refuses(); }
   bool refuses() const { return refused_percent + failed_post_percent + failed_write_percent > 0; }

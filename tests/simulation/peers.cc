@@ -167,11 +167,9 @@ Link& World::make_link(Peer& peer) {
   }
   if (other_process) note(Event::kRestarted);
   const Rails rails = rails_of(peer);
-  const int64_t num_wanted = random().between(1, 3);
-  for (int64_t left = num_wanted; left > 0; --left) {
+  for (int64_t left = random().between(1, 3); left > 0; --left) {
     link.plans.push_back(draw_plan(peer, chance(25)));
     EndpointPlan& plan = link.plans.back();
-    plan.aside = rails == Rails::kOneAside && num_wanted > 1 && lanes.empty();
     if (rails != Rails::kNone) plan.path = "nic" + std::to_string(lanes.size());
     if (rails == Rails::kOneToBeTried) plan.window.chunk_bytes = 1;  // short pulls suffice for a trial
     auto endpoint = std::make_unique<SimulatedEndpoint>(
