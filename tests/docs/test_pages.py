@@ -92,7 +92,7 @@ def test_each_public_name_is_in_the_reference() -> None:
     names = set(kvlink.__all__) - {each.__name__ for each in public_errors()} - {"StaleReason", "__version__"}
     assert listed == names
     returned = {"KVLayout", "PathTaken", "PreparedPull", "PrefixChoice", "Pull", "PullStats", "Relay"}
-    returned |= {"ReadyUnit", "SharedPrefix", "Termination", "errors"}
+    returned |= {"SharedPrefix", "Termination", "errors"}
     assert {name for name in names if not re.search(rf"\bkvlink\.{name}\b", shown)} == returned
 
 
