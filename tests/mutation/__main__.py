@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -81,10 +82,12 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> Iterato
     for name in chosen:
         mine = {site.mutant for site in (*planted[name], *chosen[name])}
         of_module = [(number, site) for number, site in compiled.items() if site.mutant in mine]
+        sites = of_module[: len(planted[name]) + given.sample]
+        kept = _kept(name, [site for _, site in sites], given.again)
         tried = []
-        for number, site in of_module[: len(planted[name]) + given.sample]:
-            outcomes: dict[str, Outcome] = {}
-            for kind in given.kinds:
+        for number, site in sites:
+            outcomes = kept[site.mutant.name].outcomes
+            for kind in given.kinds if not outcomes else ():
                 if given.each_kind or not any(each.status in KILLED for each in outcomes.values()):
                     outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
             tried.append(Tried(site.mutant, outcomes))
@@ -112,7 +115,7 @@ def _try_python(
         ]  # fmt: skip
         if left:
             most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
-            asked = [(site.mutant, site.at_import) for site in left]
+            asked = [(site.mutant, _users(site.mutant) if site.at_import else None) for site in left]
             ends = python_tests.try_all(asked, paths, most, within, WORK)
             for mutant, outcome in ends.items():
                 mutants[mutant].outcomes[kind] = outcome
@@ -125,8 +128,18 @@ def _try_python(
     return {name: list(of_module.values()) for name, of_module in tried.items()}
 
 
+@functools.cache
+def _product() -> dict[str, ast.Module]:
+    paths = [path for folder in ("kvlink", "integrations") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
+def _users(mutant: Mutant) -> set[str]:
+    return python_mutants.users_of(mutant, _product())
+
+
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
-    """Mutants with the kills of the last run of their module: tests that were added since do not undo them."""
+    """Mutants with what killed or hung them in the last run of their module: tests that were added since undo neither."""
     path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
@@ -135,7 +148,7 @@ def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[
             {
                 kind: Outcome(*each)
                 for kind, each in last.get(site.mutant.name, {}).items()
-                if each[0] in KILLED
+                if any(status in (*KILLED, "timeout") for status, _ in last[site.mutant.name].values())
             },
         )
         for site in sites
@@ -280,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
-    add("--again", action="store_true", help="only those of Python that survived the last run of the module")
+    add("--again", action="store_true", help="only those that survived the last run of the module")
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
     WORK.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants of Python modules: all that were chosen are compiled into a module, and a number switches one on.
 
-`mutant_on(7)` in the rewritten module says whether mutant 7 is switched on, and records that it was reached.
+`mutant_on(7)` in the rewritten module says whether mutant 7 is switched on, and records that it was reached. Each
+function records itself too, as "file:name".
 """
 
 from __future__ import annotations
@@ -62,6 +63,45 @@ class Site(NamedTuple):
     ahead_of: ast.stmt | None = None
     """A statement that `node` is moved ahead of."""
     at_import: bool = False
+
+
+class _Piece(NamedTuple):
+    """A function, or a statement outside of functions: what it defines, and which names it mentions."""
+
+    file: str
+    node: ast.stmt
+    defines: frozenset[str]
+    mentions: frozenset[str]
+
+
+def _pieces(file: str, body: Sequence[ast.stmt], owner: str = "") -> Iterator[_Piece]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _pieces(file, node.body, node.name)
+            continue
+        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+        stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        attributes = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        made = {node.name} if isinstance(node, _FUNCTIONS) else {*stored, owner} - {"__all__", ""}
+        yield _Piece(file, node, frozenset(made), frozenset({each.id for each in names} | attributes))
+
+
+def users_of(mutant: Mutant, trees: dict[str, ast.Module]) -> set[str]:
+    """Returns as "file:name" the functions that use what is made where a mutant is, also by other statements."""
+    pieces = [piece for file, tree in trees.items() for piece in _pieces(file, tree.body)]
+    names: set[str] = set()
+    for piece in pieces:
+        last = piece.node.end_lineno or piece.node.lineno
+        if piece.file == mutant.file and piece.node.lineno <= mutant.line <= last:
+            names |= piece.defines
+    before = -1
+    while len(names) > before:
+        before = len(names)
+        for piece in pieces:
+            if not isinstance(piece.node, _FUNCTIONS) and piece.mentions & names:
+                names |= piece.defines
+    functions = (piece for piece in pieces if isinstance(piece.node, _FUNCTIONS))
+    return {f"{each.file}:{each.node.name}" for each in functions if names & (each.defines | each.mentions)}
 
 
 def _is_log(node: ast.AST) -> bool:
@@ -244,15 +284,15 @@ def sites_of(tree: ast.Module, file: str) -> list[Site]:
     return [site._replace(mutant=mutant) for site, mutant in zip(finder.found, names, strict=True)]
 
 
-def _on(number: int) -> ast.expr:
+def _on(number: int | str) -> ast.expr:
     return ast.Call(ast.Name("mutant_on", ast.Load()), [ast.Constant(number)], [])
 
 
 class _Switcher(ast.NodeTransformer):
     """Puts each alternative beside what it stands for."""
 
-    def __init__(self, chosen: Sequence[tuple[int, Site]], module_number: int) -> None:
-        self._module_number = module_number
+    def __init__(self, file: str, chosen: Sequence[tuple[int, Site]]) -> None:
+        self._file = file
         self._alternatives: dict[int, list[tuple[int, Any]]] = {}
         self._ahead: dict[int, list[tuple[int, ast.stmt]]] = {}
         for number, site in chosen:
@@ -266,7 +306,7 @@ class _Switcher(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node, _FUNCTIONS):
             after_docstring = 1 if ast.get_docstring(node, clean=False) is not None else 0
-            node.body.insert(after_docstring, ast.Expr(_on(self._module_number)))
+            node.body.insert(after_docstring, ast.Expr(_on(f"{self._file}:{node.name}")))
         if isinstance(node, ast.stmt):
             now: list[ast.stmt] = [node]
             for number, alternative in alternatives:
@@ -277,22 +317,22 @@ class _Switcher(ast.NodeTransformer):
         return node
 
 
-def rewritten(source: str, file: str, chosen: dict[str, int], module_number: int) -> CodeType:
+def rewritten(source: str, file: str, chosen: dict[str, int]) -> CodeType:
     """Returns the code of a module in which the mutants of these names are switched by their numbers."""
     tree = ast.parse(source)
     wanted = [(chosen[site.mutant.name], site) for site in sites_of(tree, file) if site.mutant.name in chosen]
-    switched = ast.fix_missing_locations(_Switcher(wanted, module_number).visit(tree))
+    switched = ast.fix_missing_locations(_Switcher(file, wanted).visit(tree))
     return compile(switched, file, "exec", dont_inherit=True)
 
 
 class Switch:
-    """Which mutant is on, and which were reached since `reached` was cleared."""
+    """Which mutant is on, and which mutants and functions were reached since `reached` was cleared."""
 
     active = 0
-    reached: ClassVar[set[int]] = set()
+    reached: ClassVar[set[int | str]] = set()
 
     @classmethod
-    def on(cls, number: int) -> bool:
+    def on(cls, number: int | str) -> bool:
         """Returns whether a mutant is switched on."""
         cls.reached.add(number)
         return number == cls.active
@@ -305,7 +345,6 @@ class Importer(importlib.abc.MetaPathFinder):
         self, root: Path, chosen: dict[str, dict[str, int]], patches: dict[str, tuple[str, str]]
     ) -> None:
         self._root, self._chosen, self._patches = root, chosen, patches
-        self.module_numbers = {file: -1 - i for i, file in enumerate(chosen)}
         builtins.mutant_on = Switch.on  # type: ignore[attr-defined]
         sys.meta_path.insert(0, self)
 
@@ -333,7 +372,7 @@ class Importer(importlib.abc.MetaPathFinder):
             if source.count(old) != 1:
                 raise SystemExit(f"{file}: a planted bug no longer fits: {old!r}")
             source = source.replace(old, new)
-        return rewritten(source, file, self._chosen.get(file, {}), self.module_numbers.get(file, 0))
+        return rewritten(source, file, self._chosen.get(file, {}))
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -28,9 +28,8 @@ from mutation.mutants import Mutant, Outcome
 from mutation.python_mutants import Importer, Switch
 
 ROOT = Path(__file__).resolve().parents[2]
-_FEW = 60
-"""Tests for a mutant in a module without functions, of which nobody knows which tests reach it."""
-
+_AT_IMPORT_S = 60.0
+"""How long the tests may take together, without a mutant, of one that is made at import."""
 _LONG_S, _LAST_S = 600.0, 20.0
 """How long a test may take without a mutant, and the end of a process."""
 
@@ -88,18 +87,20 @@ class Server:
         gc.freeze()
         recorded = self._recorded(items)
         with Path(self._plan["results"]).open("w") as results:
-            for name, number, _, at_import in self._plan["mutants"]:
-                reaching = name.partition(":")[0] if at_import else name
+            for name, number, users in self._plan["mutants"]:
+                wanted = {name, *(users or ())}
                 tests = sorted(
-                    (seconds, test) for test, (_, seconds, reached) in recorded.items() if reaching in reached
+                    (seconds, test)
+                    for test, (_, seconds, reached) in recorded.items()
+                    if not wanted.isdisjoint(reached)
                 )
-                if at_import:
-                    named = [test for _, test in tests][: self._plan["most"]] or [*recorded][:_FEW]
-                    line = [name, "at import", named]
+                totals = itertools.accumulate(seconds for seconds, _ in tests)
+                longest = min(self._plan["within"], _AT_IMPORT_S if users is not None else 1e9)
+                within = bisect.bisect(list(totals), longest)
+                tests = tests[: min(within + 1, self._plan["most"])]
+                if users is not None:
+                    line = [name, "at import", [test for _, test in tests]]
                 else:
-                    totals = itertools.accumulate(seconds for seconds, _ in tests)
-                    within = bisect.bisect(list(totals), self._plan["within"])
-                    tests = tests[: min(within + 1, self._plan["most"])]
                     chosen = [items[test] for _, test in tests]
                     line = [name, *self._try(number, chosen, [patience_s(seconds) for seconds, _ in tests])]
                 results.write(json.dumps(line) + "\n")
@@ -111,10 +112,10 @@ class Server:
 
         What an earlier run has seen of the same mutants is not checked again.
         """
-        mutants = {name for name, *_ in self._plan["mutants"]}
+        mutants = {name for name, *_ in self._plan["mutants"]} | self._plan["files"].keys()
         seen = Path(self._plan["seen"])
-        before = json.loads(seen.read_text()) if seen.exists() else {"mutants": [], "tests": {}}
-        known = before["tests"] if mutants.issubset(before["mutants"]) else {}
+        before = json.loads(seen.read_text()) if seen.exists() else {"hooks": [], "tests": {}}
+        known = before["tests"] if mutants.issubset(before["hooks"]) else {}
         written = {test: item.path.stat().st_mtime for test, item in items.items()}
         recorded = {
             test: known[test] for test, at in written.items() if test in known and known[test][0] == at
@@ -125,14 +126,13 @@ class Server:
             if not isinstance(found, dict):
                 raise SystemExit(f"the tests without a mutant: {found}")
             recorded |= {test: [written[test], *row] for test, row in found.items()}
-            every = before["mutants"] if known else sorted(mutants)
-            seen.write_text(json.dumps({"mutants": every, "tests": {**known, **recorded}}))
+            every = before["hooks"] if known else sorted(mutants)
+            seen.write_text(json.dumps({"hooks": every, "tests": {**known, **recorded}}))
         return {test: row for test, row in recorded.items() if row[1] is not None}
 
     def _record(self, items: Sequence[pytest.Item], stepped: Callable[[], object]) -> dict[str, Any]:
         """How long each test takes, None if it does not pass, and what it reaches."""
-        names = {number: name for name, number, _, _ in self._plan["mutants"]}
-        names |= {number: name.partition(":")[0] for name, _, number, _ in self._plan["mutants"]}
+        names = {number: name for name, number, _ in self._plan["mutants"]}
         recorded = {}
         for item, following in zip(items, [*items[1:], None], strict=True):
             Switch.reached.clear()
@@ -141,7 +141,7 @@ class Server:
             seconds = None if failed or skipped else time.monotonic() - began
             recorded[item.nodeid] = (
                 seconds,
-                sorted(names[number] for number in Switch.reached if number in names),
+                sorted({names.get(each, "") if isinstance(each, int) else each for each in Switch.reached}),
             )
             stepped()
         return recorded
@@ -176,18 +176,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def try_all(
-    chosen: Sequence[tuple[Mutant, bool]], tests: Sequence[str], most: int, within: float, folder: Path
+    chosen: Sequence[tuple[Mutant, set[str] | None]],
+    tests: Sequence[str],
+    most: int,
+    within: float,
+    folder: Path,
 ) -> dict[str, Outcome]:
     """Returns by name how the tests end with each mutant: so many at most, or within so many seconds.
 
-    The flag in `chosen`: the mutant is made at import.
+    In `chosen`, a mutant that is made at import comes with the functions that use what is made, others with None.
     """
-    files: dict[str, dict[str, int]] = {}
+    files: dict[str, dict[str, int]] = {
+        user.partition(":")[0]: {} for _, users in chosen for user in users or ()
+    }
     for number, (mutant, _) in enumerate(chosen, 1):
         files.setdefault(mutant.file, {})[mutant.name] = number
     numbers = {name: number for of_file in files.values() for name, number in of_file.items()}
-    module_numbers = {file: -1 - i for i, file in enumerate(files)}
-    rows = [(each.name, numbers[each.name], module_numbers[each.file], early) for each, early in chosen]
+    rows = [
+        (each.name, numbers[each.name], None if users is None else sorted(users)) for each, users in chosen
+    ]
     results = folder / f"results.{os.getpid()}"
     plan = {
         "files": files,
@@ -205,7 +212,8 @@ def try_all(
     for line in results.read_text().splitlines() if results.exists() else ():
         name, status, detail = json.loads(line)
         if status == "at import":
-            outcomes[name] = _alone({**plan, "active": numbers[name]}, detail, folder)
+            alone = {**plan, "active": numbers[name]}
+            outcomes[name] = _alone(alone, detail, folder) if detail else Outcome("unreached")
         else:
             outcomes[name] = Outcome(status, detail)
     return outcomes

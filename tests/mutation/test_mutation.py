@@ -9,7 +9,7 @@ import pytest
 from mutation.cpp_mutants import rewritten as rewritten_cpp
 from mutation.cpp_mutants import sites_of as cpp_sites
 from mutation.mutants import interval, sample
-from mutation.python_mutants import Switch, rewritten, sites_of
+from mutation.python_mutants import Switch, rewritten, sites_of, users_of
 
 PYTHON = {
     "a < b": {"comparison": ["a <= b"]},
@@ -107,7 +107,7 @@ def test_cpp_mutants(line: str) -> None:
 )
 def test_one_mutant_at_a_time_is_on(source: str, results: dict) -> None:
     sites = sites_of(ast.parse(source), "a.py")
-    code = rewritten(source, "a.py", {site.mutant.name: i for i, site in enumerate(sites, 1)}, -1)
+    code = rewritten(source, "a.py", {site.mutant.name: i for i, site in enumerate(sites, 1)})
 
     def call(number: int, arguments: tuple[int, int]) -> object:
         Switch.active = number
@@ -123,10 +123,36 @@ def test_one_mutant_at_a_time_is_on(source: str, results: dict) -> None:
         for arguments, values in results.items():
             assert call(0, arguments) in values
             assert {call(number, arguments) for number in range(len(sites) + 1)} == values
-        assert Switch.reached >= {-1, *range(1, len(sites) + 1)}
+        assert Switch.reached >= {"a.py:f", *range(1, len(sites) + 1)}
     finally:
         Switch.active = 0
         Switch.reached.clear()
+
+
+def test_who_uses_what_is_made_at_import() -> None:
+    source = """
+A = 1
+B = {2: A}
+def f():
+  return m.B
+def g(a=3):
+  return C
+class C:
+  D: int = 4
+  def h(self):
+    return g()
+"""
+    sites = {
+        site.mutant.before: site.mutant for site in sites_of(ast.parse(source), "a.py") if site.at_import
+    }
+    trees = {"a.py": ast.parse(source), "b.py": ast.parse("from a import A\ndef i():\n  return A")}
+    found = {before: users_of(mutant, trees) for before, mutant in sites.items()}
+    assert found == {
+        "1": {"a.py:f", "b.py:i"},
+        "2": {"a.py:f"},
+        "3": {"a.py:g", "a.py:h"},
+        "4": {"a.py:g"},
+    }
 
 
 def test_a_sample_stays_when_mutants_are_added() -> None:

@@ -110,6 +110,24 @@ class MovedMemory : public Cuda {
   std::unique_ptr<World> world_;
 };
 
+class StagedMemory : public Cuda {};
+
+TEST_F(StagedMemory, IsNotNeededButItsLackIsSaid) {
+  const SleepingMemory pool, slots;
+  for (const bool suffices : {true, false}) {
+    EngineOptions options;
+    options.transports = {"cuda"};
+    const auto engine = std::move(*Engine::make(options));
+    engine->set_staging(
+        {{.base = slots.range().base, .bytes = SlotRing::kSlotBytes - (suffices ? 0 : 1), .device = true},
+         true});
+    ASSERT_TRUE(engine->add_pool_region(pool.range()).ok());
+    ASSERT_TRUE(engine->start().ok());
+    EXPECT_EQ(engine->staging_refused().empty(), suffices) << engine->staging_refused();
+    EXPECT_TRUE(engine->access().front().refused.empty());
+  }
+}
+
 TEST_F(MovedMemory, EndsLeasesAndOffersNoMore) {
   world_->from.fill(1);
   EXPECT_TRUE(world_->pull(world_->grant())->status().ok());

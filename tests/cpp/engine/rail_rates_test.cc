@@ -178,6 +178,20 @@ TEST_F(RailRatesTest, ARailThatHasRecoveredIsUsedAgainAtItsFirstTrial) {
   EXPECT_EQ(aside(), kAll);
 }
 
+TEST_F(RailRatesTest, ARailThatCameBackIsSetAsideAfterThreePullsAgain) {
+  make({4, 50});
+  set_slow_rail_aside();
+  bytes_per_ns[0] = 50;
+  now += 10 * kOneSecond;
+  EXPECT_EQ(pull().trial, kSlow);
+  bytes_per_ns[0] = 4;
+  for (uint32_t number = 0; number < RailRates::kPulls; ++number) {
+    EXPECT_EQ(aside(), kAll) << number;
+    pull();
+  }
+  EXPECT_EQ(aside(), kSlow);
+}
+
 TEST_F(RailRatesTest, ARailBetweenBothLimitsStaysWhereItIs) {
   make({4, 50});
   set_slow_rail_aside();
@@ -277,6 +291,16 @@ TEST_F(MeasuredTransferTest, ARailOnTrialTakesEnoughAndNoMoreWhileOthersAreLeft)
     EXPECT_EQ(again.kind, by_hand::Kind::kReads);
     EXPECT_EQ(again.lane, 0u);
   }
+}
+
+TEST_F(MeasuredTransferTest, ATrialIsAsManyReadsAsBringEnough) {
+  rails = std::make_shared<const std::vector<Rail>>(
+      std::vector<Rail>{{"a:1->b:1", 0b01, by_hand::kBlockBytes}, {"c:1->d:1", 0b10, by_hand::kBlockBytes}});
+  auto transfer = measured({.trial = 0b01});
+  for (int read = 0; read < 2; ++read) {
+    EXPECT_EQ(transfer->next(by_hand::kOneOp, false, 0, 1).kind, by_hand::Kind::kReads) << read;
+  }
+  EXPECT_EQ(transfer->next(by_hand::kOneOp, false, 0, 2).kind, by_hand::Kind::kNone);
 }
 
 TEST_F(MeasuredTransferTest, ARailIsAsFastAsItsBytesFromTheFirstReadToTheEndOfTheLast) {

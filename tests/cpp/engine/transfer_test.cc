@@ -350,6 +350,22 @@ struct RelayTest : TransferTest {
   }
 };
 
+/// Its blocks are proven all at once, by its end.
+TEST_F(RelayTest, APullThatDoesNotStreamProvesNothingOnItsWay) {
+  PullRequest request;
+  request.on_proven = [this](uint64_t units) { told.push_back(units); };
+  transfer = start(StreamUnit::kNone, kFar, {1, kNonce, 0}, request);
+  while (!transfer->done()) {
+    const Step step = transfer->next(kAllOps, true, 0, 1);
+    ASSERT_NE(step.kind, Kind::kNone);
+    slot_says(kNonce, 3);
+    transfer->ended(step, {}, 1);
+  }
+  EXPECT_EQ(transfer->state(), TransferState::kValid);
+  EXPECT_TRUE(told.empty());
+  EXPECT_EQ(transfer->proven_units(), 0u);
+}
+
 TEST_F(RelayTest, WhatWasReadBeforeTheNonceWasSeenAgainIsProven) {
   begin();
   look(kNonce, 3);

@@ -140,6 +140,29 @@ TEST(StagedPost, DoesNotReadAlongBackwardsNorAcrossRegions) {
   EXPECT_EQ(parts[0].ops.size(), 3u);
 }
 
+TEST(StagedPost, ReadsRangesThatAdjoinAsOne) {
+  Reads reads;
+  reads.add(0, 1000, {{0, 100}});
+  reads.add(0, 1100, {{200, 100}});
+  const auto parts = parts_of(reads.post(), {100, 100, 0});
+  ASSERT_EQ(parts.size(), 1u);
+  ASSERT_EQ(parts[0].ops.size(), 1u);
+  EXPECT_EQ(parts[0].ops[0].bytes, 200u);
+}
+
+TEST(StagedPost, PassesOnEachReadWithItsOwnSegments) {
+  Reads reads;
+  reads.add(1, 0, {{0, 8}, {100, 8}});
+  reads.add(1, 64, {{200, 16}});
+  StagedPost post{.chunk = {.ops = reads.ops, .segments = reads.segments.data()}};
+  StagedPart part;
+  post.pass_on(part, 0);
+  ASSERT_EQ(part.segments.size(), 3u);
+  ASSERT_EQ(part.ops.size(), 2u);
+  EXPECT_EQ(part.segments[part.ops[1].first_segment].local, kPool + 200);
+  EXPECT_EQ(part.segments[part.ops[1].first_segment].bytes, 16u);
+}
+
 TEST(StagedPost, PassesOnAsTheInnerEndpointNumbersThem) {
   std::vector<Segment> segments = {{kPool, 8, 3}};
   std::vector<ReadOp> ops = {{64, 8, 1, 0, 1}};
@@ -182,6 +205,33 @@ TEST(StagingPolicy, CountsWhatIsReadAlong) {
   apart[1].region = 1;
   EXPECT_EQ(staged_shape(apart, 2, 50).ops, 2u);
   EXPECT_EQ(staged_shape({}, 0, 50), ReadShape{});
+}
+
+TEST(StagingPolicy, PredictsTheLargestTerm) {
+  const StagingCosts costs = {.direct = {10, 500, 20, 2}, .staged = {30, 80, 4000, 4}, .always = true};
+  const auto by_ops = StagingPolicy(costs, 0).choose(ranges(64, 256, 64), 64, 64 * 256);
+  EXPECT_DOUBLE_EQ(by_ops.predicted.direct_us, 10 + 64 * 500 / 1e3);
+  EXPECT_DOUBLE_EQ(by_ops.predicted.staged_us, 30 + 64 * 4000 / 1e3);
+  const auto by_bytes = StagingPolicy(costs, 0).choose(ranges(1, 1 << 28, 0), 1, 1 << 28);
+  EXPECT_DOUBLE_EQ(by_bytes.predicted.direct_us, 10 + 0.25 / 2 * 1e6);
+  EXPECT_DOUBLE_EQ(by_bytes.predicted.staged_us, 30 + 0.25 / 4 * 1e6);
+}
+
+TEST(StagingPolicy, ScalesByTheMedianOfTheLastPulls) {
+  StagingCosts costs = kCosts;
+  costs.always = true;
+  StagingPolicy policy(costs, 0);
+  const auto ops = ranges(100, 256, 0);
+  const auto first = choose(policy, ops);
+  const auto scaled = [&] { return choose(policy, ops).predicted.staged_us / first.unscaled_us; };
+  for (const double ratio : {1.0, 1.0, 9.0, 1.0}) policy.learn(first, ratio * first.unscaled_us);
+  EXPECT_DOUBLE_EQ(scaled(), 1) << "one slow pull of four says nothing";
+  for (int pull = 0; pull < 32; ++pull) policy.learn(first, 3 * first.unscaled_us);
+  EXPECT_DOUBLE_EQ(scaled(), 3);
+  for (int pull = 0; pull < 16; ++pull) policy.learn(first, 2 * first.unscaled_us);
+  EXPECT_DOUBLE_EQ(scaled(), 3) << "half of the last 32";
+  policy.learn(first, 2 * first.unscaled_us);
+  EXPECT_DOUBLE_EQ(scaled(), 2);
 }
 
 TEST(StagingPolicy, TakesTheWayThatIsAskedFor) {
