@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sphinx configuration: `make docs` builds the site into build/docs."""
+"""Sphinx configuration: `make docs` builds the site into build/docs.
+
+KVLINK_DOCS_REPOSITORY is the repository's address at GitHub, GitLab or Bitbucket: each page then has a link that edits
+it. KVLINK_DOCS_ADDRESS is that of the site itself, with a slash at its end: pages then name it, and 404.html works
+below every path.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -44,9 +50,8 @@ html_title = f"kvlink {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
-if repository := os.environ.get(
-    "KVLINK_DOCS_REPOSITORY"
-):  # its address: each page then has a link that edits it
+html_baseurl = os.environ.get("KVLINK_DOCS_ADDRESS", "")
+if repository := os.environ.get("KVLINK_DOCS_REPOSITORY"):
     html_theme_options |= {
         "source_repository": repository,
         "source_branch": "main",
@@ -56,3 +61,14 @@ if repository := os.environ.get(
 html_last_updated_fmt = "%Y-%m-%d"
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def place_404(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Lets the links of 404.html begin at the site's address: a server shows it at any path."""
+    if pagename == "404" and html_baseurl:
+        context["metatags"] = f'<base href="{html_baseurl}">' + context.get("metatags", "")
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this."""
+    app.connect("html-page-context", place_404)

@@ -33,10 +33,8 @@ using cma::Challenge, cma::CmaAddress, cma::Consent, cma::kMagic, cma::piece, cm
 constexpr size_t kMaxPieces = 1024;                // UIO_MAXIOV
 constexpr size_t kMaxDataPieces = kMaxPieces - 2;  // the rest is for a slot
 
-constexpr uint32_t kPartBytes = 128 << 10;  // at least, of what one of two threads copies at a time
 constexpr uint32_t kMostPieceBytes = 256 << 10;
-constexpr size_t kSharedBytes = 512 << 10;                 // from here on two threads copy
-constexpr size_t kMostParts = (4 << 20) / kPartBytes + 1;  // of a slice
+constexpr size_t kMostParts = (4 << 20) / CopyHelper::kPartBytes + 1;  // of a slice
 
 uint64_t inode_of(int fd) {
   struct stat found{};
@@ -96,7 +94,7 @@ class CmaEndpoint : public QueuedEndpoint {
       if (kCopiesInOrder && behind && to.moved == read.bytes && is_one_slot(*behind)) slot = behind;
     }
     const size_t num_bytes = to.moved - read.at.moved;
-    if (num_bytes >= kSharedBytes) {
+    if (num_bytes >= CopyHelper::kSharedBytes) {
       if (Status status = copy_parts(read); !status.ok() || read.at.moved < to.moved) return status;
       if (!slot) return {};
       num_local_ = num_remote_ = 0;
@@ -170,8 +168,8 @@ class CmaEndpoint : public QueuedEndpoint {
 
   /// Parts begin with a piece of their own at both ends.
   void add_piece(std::byte* to, uint64_t from, uint32_t bytes) {
-    const bool begins =
-        num_parts_ == 0 || (parts_[num_parts_ - 1].bytes >= kPartBytes && num_parts_ < kMostParts);
+    const bool begins = num_parts_ == 0 ||
+                        (parts_[num_parts_ - 1].bytes >= CopyHelper::kPartBytes && num_parts_ < kMostParts);
     if (begins) parts_[num_parts_++] = {num_local_, num_remote_};
     local_[num_local_++] = {to, bytes};
     if (!begins && end_of(remote_[num_remote_ - 1]) == from) {

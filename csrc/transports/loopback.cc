@@ -91,7 +91,7 @@ class LoopbackRegion : public MemoryRegion {
 class LoopbackEndpoint : public MappedEndpoint {
  public:
   explicit LoopbackEndpoint(std::shared_ptr<Owner> owner)
-      : owner_(std::move(owner)), link_(std::make_shared<Link>()) {
+      : MappedEndpoint(nullptr), owner_(std::move(owner)), link_(std::make_shared<Link>()) {
     std::unique_lock lock(owner_->mutex);
     number_ = ++owner_->last_number;
     owner_->links[number_] = link_;

@@ -21,7 +21,8 @@ constexpr uint32_t kShmMagic = 0x316d'6873;  // "shm1"
 
 class ShmEndpoint : public MappedEndpoint {
  public:
-  explicit ShmEndpoint(FdClient client) : client_(std::move(client)) {}
+  ShmEndpoint(FdClient client, std::shared_ptr<CopyHelper> helper)
+      : MappedEndpoint(std::move(helper)), client_(std::move(client)) {}
   ~ShmEndpoint() override { close(); }
 
   std::string hello() const override { return client_.hello(); }
@@ -103,16 +104,20 @@ class ShmTransport : public Transport {
   }
   bool fence(uint64_t) override { return false; }
   void serve() override { server_->serve(); }
-  void close() override { server_->close(); }
+  void close() override {
+    server_->close();
+    helper_->stop();
+  }
 
  private:
-  static Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) {
+  Result<std::unique_ptr<Endpoint>> open_one(std::string_view owner_address) const {
     Result<FdClient> client = FdClient::of(kShmMagic, owner_address);
     if (!client.ok()) return client.status();
-    return std::make_unique<ShmEndpoint>(std::move(*client));
+    return std::make_unique<ShmEndpoint>(std::move(*client), helper_);
   }
 
   const std::shared_ptr<FdServer> server_;
+  const std::shared_ptr<CopyHelper> helper_ = std::make_shared<CopyHelper>();
   const Capabilities capabilities_{.serve_fd = server_->serve_fd()};
 };
 

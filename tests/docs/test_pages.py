@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -90,7 +92,7 @@ def test_each_public_name_is_in_the_reference() -> None:
     names = set(kvlink.__all__) - {each.__name__ for each in public_errors()} - {"StaleReason", "__version__"}
     assert listed == names
     returned = {"KVLayout", "PathTaken", "PreparedPull", "PrefixChoice", "Pull", "PullStats", "Relay"}
-    returned |= {"ReadyUnit", "SharedPrefix", "Termination", "errors"}
+    returned |= {"SharedPrefix", "Termination", "errors"}
     assert {name for name in names if not re.search(rf"\bkvlink\.{name}\b", shown)} == returned
 
 
@@ -106,6 +108,16 @@ def test_each_error_has_a_section() -> None:
     public = [each.__name__ for each in public_errors()]
     found = re.findall(r"^## (\w+)$", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE)
     assert sorted(public) == sorted(found)
+
+
+def test_the_page_that_is_missing_has_the_address_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setenv("KVLINK_DOCS_ADDRESS", "https://docs.example/kvlink/")
+    place = runpy.run_path(str(DOCS / "conf.py"))["place_404"]
+    for page, expected in (("404", '<base href="https://docs.example/kvlink/"><meta>'), ("index", "<meta>")):
+        context = {"metatags": "<meta>"}
+        place(None, page, "page.html", context, None)
+        assert context["metatags"] == expected
 
 
 def test_a_traceback_ends_with_the_section_of_its_error(tmp_path: Path) -> None:

@@ -126,12 +126,12 @@ def test_a_rail_that_carries_nothing_costs_its_share_alone(new_pair: NewPair) ->
 
 def test_a_rail_far_slower_than_its_equals_is_set_aside_and_used_again(new_pair: NewPair) -> None:
     apart, many = range(0, 1024, 2), range(512)  # 8 MiB: enough to measure both rails
-    pair = new_pair("rxe1:1,rxe2:1", "rxe3:1,rxe4:1", lanes=4, num_blocks=1026, rdma_silence_s=5)
+    pair = new_pair("rxe1:1,rxe2:1", "rxe3:1,rxe4:1", lanes=4, num_blocks=1026, rdma_silence_s=30)
 
     def pull() -> tuple[float, str]:
         began = time.monotonic()
         path = pair.pull(pair.offer(apart), many, timeout_s=60).explain()[0]
-        assert (path.transport, path.lanes, path.restarted) == ("verbs", 4, "")
+        assert (path.transport, len(path.nics), path.restarted) == ("verbs", 2, ""), str(path)
         return time.monotonic() - began, str(path)
 
     def times_set_aside() -> int:

@@ -76,9 +76,35 @@ bool QueuedEndpoint::cancel(uint64_t token) {
 }
 
 Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
+  const size_t bytes = std::min(budget, read.bytes - read.at.moved);
+  if (helper_ && bytes >= CopyHelper::kSharedBytes) {
+    copy_by_two(read, bytes);
+  } else {
+    copy_part(read.chunk, {read.at, bytes});
+    skip(read.chunk, read.at, bytes);
+  }
+  return {};
+}
+
+void MappedEndpoint::copy_by_two(Read& read, size_t bytes) {
+  uint32_t num_parts = 0;
+  for (size_t left = bytes; left > 0; left -= parts_[num_parts++].bytes) {
+    parts_[num_parts] = {read.at, std::min(left, CopyHelper::kPartBytes)};
+    skip(read.chunk, read.at, parts_[num_parts].bytes);
+  }
+  copied_ = &read.chunk;
+  const auto copy = [](void* endpoint, uint32_t part) {
+    const auto* const self = static_cast<MappedEndpoint*>(endpoint);
+    self->copy_part(*self->copied_, self->parts_[part]);
+  };
+  helper_->run(copy, this, num_parts);
+}
+
+void MappedEndpoint::copy_part(const Chunk& chunk, const Part& part) const {
   StreamCopy streamed;
-  const bool streams = read.bytes >= kStreamBytes;
-  walk(read.chunk, read.at, budget, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
+  const bool streams = part.bytes >= kStreamBytes;
+  ChunkCursor at = part.at;
+  walk(chunk, at, part.bytes, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
     const std::byte* const from = local_address(remote(op.region).address + op.offset + in_op);
     if (streams) {
       streamed.add(local, from, bytes);
@@ -87,7 +113,6 @@ Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
     }
     return true;
   });
-  return {};
 }
 
 Status MappedEndpoint::write_word(uint32_t region, uint64_t offset, uint64_t value) {

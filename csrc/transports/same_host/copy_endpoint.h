@@ -4,12 +4,16 @@
 // removes the post.
 #pragma once
 
+#include <array>
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
 #include "memory/streaming_copy.h"
 #include "transport_api/transport.h"
+#include "transports/same_host/copy_helper.h"
 #include "transports/same_host/remote_regions.h"
 
 namespace kvlink {
@@ -68,9 +72,26 @@ class QueuedEndpoint : public Endpoint {
 
 /// A QueuedEndpoint whose remote addresses are addresses of this process.
 class MappedEndpoint : public QueuedEndpoint {
+ public:
+  /// `helper` copies with the caller; null: the caller copies alone.
+  explicit MappedEndpoint(std::shared_ptr<CopyHelper> helper) : helper_(std::move(helper)) {}
+
  protected:
   Status read_some(Read& read, Read* behind, size_t budget) override;
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override;
+
+ private:
+  struct Part {
+    ChunkCursor at;
+    size_t bytes = 0;
+  };
+
+  void copy_by_two(Read& read, size_t bytes);
+  void copy_part(const Chunk& chunk, const Part& part) const;
+
+  const std::shared_ptr<CopyHelper> helper_;  // of the transport
+  const Chunk* copied_ = nullptr;             // while two threads copy it
+  std::array<Part, kSliceBytes / CopyHelper::kPartBytes> parts_;
 };
 
 }  // namespace kvlink
