@@ -67,9 +67,13 @@ Outcome Worker::add_region(const std::shared_ptr<Region>& region, uint32_t& inde
     return refuse("a worker has at most " + std::to_string(kMaxRegions) + " regions");
   if (std::find(regions_.begin(), regions_.end(), region) != regions_.end())
     return refuse("the worker has this region");
-  Result<uint32_t> added = engine_->add_pool_region(region->range());
-  if (!added.ok()) return added.status();
+  // Before the engine knows the memory, which the program may free once the region is closed.
   if (!region->begin_use()) return {KVL_HANDLE, "the region is closed"};
+  Result<uint32_t> added = engine_->add_pool_region(region->range());
+  if (!added.ok()) {
+    region->end_use();
+    return added.status();
+  }
   regions_.push_back(region);
   ranges_.push_back(region->range());
   index = *added;

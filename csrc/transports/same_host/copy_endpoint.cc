@@ -75,13 +75,27 @@ bool QueuedEndpoint::cancel(uint64_t token) {
   return true;
 }
 
+template <typename Cursor>
+void MappedEndpoint::copy(const Chunk& chunk, Cursor& at, size_t num_bytes) const {
+  StreamCopy streamed;
+  const bool streams = num_bytes >= kStreamBytes;
+  walk(chunk, at, num_bytes, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
+    const std::byte* const from = local_address(remote(op.region).address + op.offset + in_op);
+    if (streams) {
+      streamed.add(local, from, bytes);
+    } else {
+      copy_shared(local, from, bytes);
+    }
+    return true;
+  });
+}
+
 Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
   const size_t bytes = std::min(budget, read.bytes - read.at.moved);
   if (helper_ && bytes >= CopyHelper::kSharedBytes) {
     copy_by_two(read, bytes);
   } else {
-    copy_part(read.chunk, {read.at, bytes});
-    skip(read.chunk, read.at, bytes);
+    copy(read.chunk, read.at, bytes);
   }
   return {};
 }
@@ -93,26 +107,11 @@ void MappedEndpoint::copy_by_two(Read& read, size_t bytes) {
     skip(read.chunk, read.at, parts_[num_parts].bytes);
   }
   copied_ = &read.chunk;
-  const auto copy = [](void* endpoint, uint32_t part) {
-    const auto* const self = static_cast<MappedEndpoint*>(endpoint);
-    self->copy_part(*self->copied_, self->parts_[part]);
+  const auto copy_part = [](void* endpoint, uint32_t part) {
+    auto* const self = static_cast<MappedEndpoint*>(endpoint);
+    self->copy(*self->copied_, self->parts_[part].at, self->parts_[part].bytes);
   };
-  helper_->run(copy, this, num_parts);
-}
-
-void MappedEndpoint::copy_part(const Chunk& chunk, const Part& part) const {
-  StreamCopy streamed;
-  const bool streams = part.bytes >= kStreamBytes;
-  ChunkCursor at = part.at;
-  walk(chunk, at, part.bytes, [&](const ReadOp& op, uint32_t in_op, std::byte* local, uint32_t bytes) {
-    const std::byte* const from = local_address(remote(op.region).address + op.offset + in_op);
-    if (streams) {
-      streamed.add(local, from, bytes);
-    } else {
-      copy_shared(local, from, bytes);
-    }
-    return true;
-  });
+  helper_->run(copy_part, this, num_parts);
 }
 
 Status MappedEndpoint::write_word(uint32_t region, uint64_t offset, uint64_t value) {

@@ -87,7 +87,8 @@ class MappedEndpoint : public QueuedEndpoint {
   };
 
   void copy_by_two(Read& read, size_t bytes);
-  void copy_part(const Chunk& chunk, const Part& part) const;
+  template <typename Cursor>
+  void copy(const Chunk& chunk, Cursor& at, size_t num_bytes) const;
 
   const std::shared_ptr<CopyHelper> helper_;  // of the transport
   const Chunk* copied_ = nullptr;             // while two threads copy it
