@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace kvlink::memory_model {
 namespace {
 
@@ -29,6 +31,7 @@ World::World(const Config& config)
     for (uint8_t reader = 0; reader < one.readers; ++reader)
       readers_of_.emplace_back(request, one.soft ? 0 : reader);
   }
+  KVLINK_CHECK(config_.requests.size() <= kMostRequests && readers_of_.size() <= kMostReaders);
   share_memory();
   state_->table = std::make_shared<LeaseTableState>(LeaseTableState::of(table_));
 }

@@ -14,7 +14,7 @@
 
 namespace kvlink::memory_model {
 
-constexpr size_t kMostRequests = 3, kMostReaders = 3, kMostSeats = 2, kMostSlots = 2, kMostBlocks = 2;
+constexpr size_t kMostRequests = 4, kMostReaders = 3, kMostSeats = 2, kMostSlots = 2, kMostBlocks = 2;
 
 /// A lease and the blocks under it.
 struct Request {

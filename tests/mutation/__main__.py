@@ -139,7 +139,7 @@ def _users(mutant: Mutant) -> set[str]:
 
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
-    """Mutants with what killed or hung them in the last run of their module: tests that were added since undo neither."""
+    """Mutants with what killed or hung them in the last run of their module: new tests undo neither."""
     path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
     return {
