@@ -300,8 +300,9 @@ bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside it
 	kvlink report build/bench/results.jsonl -o build/bench/report.html
 
 .PHONY: test-instructions
-test-instructions: build ## instructions of plan, post and settle against the committed baseline; a minute
+test-instructions: build ## instructions of plan, post, settle and pulls, also from C, against the committed baseline; a minute
 	.ci/system-packages $(PYTHON) instructions
+	$(call cpp-build,cpp,$(WITH_CORE),--target kvlink_cost)
 	python -m kvlink.benchmarks.instructions.gate
 
 .PHONY: peers

@@ -77,7 +77,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
         r"csrc/transports/(cma|shm|same_host|tcp)",
         ("transports", "hostile", "sanitizers", "instructions", "soak"),
     ),
-    (r"csrc/(capi|codec)/", ("capi",)),
+    (r"csrc/(capi|codec)/", ("capi", "instructions")),
     (r"csrc/bindings", ("transports",)),
     (r"csrc/.*\.md$", ()),
     (

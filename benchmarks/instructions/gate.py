@@ -23,6 +23,10 @@ from kvlink import _core
 from kvlink.errors import ConfigError, KVLinkError
 
 BASELINE = Path(__file__).with_name("baseline.json")
+C_PROGRAM = Path("build/cpp/kvlink_cost")
+"""tests/capi/cost.cc, which pulls through the interface for C and by the engine's own calls, in turn."""
+MOST_ADDED = 1900
+"""Instructions that a pull of one block from C may cost more than the engine's own: the ticket's parse and checks."""
 TOLERANCE = 0.01
 """Library code that is called (malloc, memcpy) may differ a little between machines."""
 
@@ -31,11 +35,19 @@ _COMPILER = re.compile(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+")
 
 
 class Case(NamedTuple):
-    """One count, taken while within `function` of work.py's `work`."""
+    """One count, taken while within `function` of work.py's `work`, or of C_PROGRAM if a round has `per_round`."""
 
     work: str
     function: str
     rounds: int
+    per_round: int = 0
+
+    def command(self) -> list[str]:
+        """Returns the program that is counted."""
+        if self.per_round:
+            return [str(C_PROGRAM), str(self.rounds), self.work]
+        work = Path(__file__).with_name("work.py")
+        return [sys.executable, str(work), str(_core.__file__), self.work, str(self.rounds)]
 
 
 CASES = {
@@ -46,6 +58,10 @@ CASES = {
     "pull": Case("pull", "kvlink::Connection::pull(*", 400),
     "worker": Case("worker_pull", "*call_rounds(*", 400),
     "sweep": Case("sweep", "kvlink::LeaseTable::sweep(*", 8),
+    "c plain": Case("plain", "kvl_pull_start", 8, 64),
+    "c prepared": Case("prepared", "kvl_pull_start", 8, 64),
+    "engine plain": Case("plain", "*Own::engine_pull(*", 8, 64),
+    "engine prepared": Case("prepared", "*Own::engine_pull(*", 8, 64),
 }
 
 
@@ -73,10 +89,9 @@ class GateError(KVLinkError):
 
 def count(case: Case) -> int:
     """Returns the instructions of one round. Raises GateError."""
-    work = Path(__file__).with_name("work.py")
     command = [
         "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--toggle-collect={case.function}",
-        sys.executable, str(work), str(_core.__file__), case.work, str(case.rounds),
+        *case.command(),
     ]  # fmt: skip
     if not shutil.which(command[0]):
         raise GateError("valgrind is not installed; run apt-get install valgrind")
@@ -89,7 +104,12 @@ def count(case: Case) -> int:
         raise GateError(f"{' '.join(command)}:\n{done.stderr}")
     if not int(found[1]):
         raise GateError(f"{case.function} was never called; write its current name in csrc/ into gate.py")
-    return round(int(found[1]) / case.rounds)
+    return round(int(found[1]) / (case.rounds * max(case.per_round, 1)))
+
+
+def added(counts: Mapping[str, int]) -> dict[str, int]:
+    """Returns what a pull from C costs more than the engine's own call of the same pull."""
+    return {name: counts[f"c {name}"] - counts[f"engine {name}"] for name in ("plain", "prepared")}
 
 
 def compare(counts: Mapping[str, int], baseline: Mapping[str, int]) -> list[Change]:
@@ -124,8 +144,14 @@ def main() -> int:
     changes = compare(counts, known[compiler()])
     for change in changes:
         says = "" if change.holds else "  <- changed: fix it, or write it into the baseline with --update"
-        print(f"{change.name:8} {change.counted:>12,} instructions, {change.ratio:.4f} of the baseline{says}")
-    return 0 if all(change.holds for change in changes) else 1
+        print(
+            f"{change.name:15} {change.counted:>12,} instructions, {change.ratio:.4f} of the baseline{says}"
+        )
+    more = added(counts)
+    for name, instructions in more.items():
+        says = "" if instructions <= MOST_ADDED else f"  <- more than {MOST_ADDED:,}: fix it"
+        print(f"C adds {instructions:,} instructions to a {name} pull{says}")
+    return 0 if all(change.holds for change in changes) and max(more.values()) <= MOST_ADDED else 1
 
 
 if __name__ == "__main__":

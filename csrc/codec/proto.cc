@@ -40,6 +40,7 @@ bool is_utf8(std::string_view text) {
       std::memcpy(&eight, text.data(), sizeof eight);
       if (eight & 0x8080808080808080) break;  // most texts are ASCII
     }
+    while (!text.empty() && static_cast<signed char>(text.front()) >= 0) text.remove_prefix(1);
     if (text.empty()) break;
     const size_t size = character(text);
     if (size == 0) return false;
