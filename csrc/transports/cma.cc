@@ -34,7 +34,6 @@ constexpr size_t kMaxPieces = 1024;                // UIO_MAXIOV
 constexpr size_t kMaxDataPieces = kMaxPieces - 2;  // the rest is for a slot
 
 constexpr uint32_t kMostPieceBytes = 256 << 10;
-constexpr size_t kMostParts = (4 << 20) / CopyHelper::kPartBytes + 1;  // of a slice
 
 uint64_t inode_of(int fd) {
   struct stat found{};
@@ -126,6 +125,8 @@ class CmaEndpoint : public QueuedEndpoint {
 #else
   static constexpr bool kCopiesInOrder = false;
 #endif
+
+  static constexpr size_t kMostParts = kSliceBytes / CopyHelper::kPartBytes + 1;  // of a slice
 
   bool is_one_slot(const Read& read) const {
     const ReadOp& op = read.chunk.ops.front();

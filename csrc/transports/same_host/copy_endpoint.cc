@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/same_host/copy_endpoint.h"
 
+#include <algorithm>
+#include <array>
+
 #include "memory/streaming_copy.h"
 
 namespace kvlink {
@@ -100,18 +103,26 @@ Status MappedEndpoint::read_some(Read& read, Read*, size_t budget) {
   return {};
 }
 
-void MappedEndpoint::copy_by_two(Read& read, size_t bytes) {
-  uint32_t num_parts = 0;
-  for (size_t left = bytes; left > 0; left -= parts_[num_parts++].bytes) {
-    parts_[num_parts] = {read.at, std::min(left, CopyHelper::kPartBytes)};
-    skip(read.chunk, read.at, parts_[num_parts].bytes);
-  }
-  copied_ = &read.chunk;
-  const auto copy_part = [](void* endpoint, uint32_t part) {
-    auto* const self = static_cast<MappedEndpoint*>(endpoint);
-    self->copy(*self->copied_, self->parts_[part].at, self->parts_[part].bytes);
+void MappedEndpoint::copy_by_two(Read& read, size_t bytes) const {
+  struct Part {
+    ChunkCursor at;
+    size_t bytes = 0;
   };
-  helper_->run(copy_part, this, num_parts);
+  struct Work {
+    const MappedEndpoint& endpoint;
+    const Chunk& chunk;
+    std::array<Part, kSliceBytes / CopyHelper::kPartBytes> parts = {};
+  } work{*this, read.chunk};
+  uint32_t num_parts = 0;
+  for (size_t left = bytes; left > 0; left -= work.parts[num_parts++].bytes) {
+    Part& part = work.parts[num_parts] = {read.at, std::min(left, CopyHelper::kPartBytes)};
+    skip(read.chunk, read.at, part.bytes);
+  }
+  const auto copy_part = [](void* context, uint32_t number) {
+    auto& [endpoint, chunk, parts] = *static_cast<Work*>(context);
+    endpoint.copy(chunk, parts[number].at, parts[number].bytes);
+  };
+  helper_->run(copy_part, &work, num_parts);
 }
 
 Status MappedEndpoint::write_word(uint32_t region, uint64_t offset, uint64_t value) {

@@ -4,7 +4,6 @@
 // removes the post.
 #pragma once
 
-#include <array>
 #include <deque>
 #include <memory>
 #include <utility>
@@ -81,18 +80,11 @@ class MappedEndpoint : public QueuedEndpoint {
   Status write_word(uint32_t region, uint64_t offset, uint64_t value) override;
 
  private:
-  struct Part {
-    ChunkCursor at;
-    size_t bytes = 0;
-  };
-
-  void copy_by_two(Read& read, size_t bytes);
+  void copy_by_two(Read& read, size_t bytes) const;
   template <typename Cursor>
   void copy(const Chunk& chunk, Cursor& at, size_t num_bytes) const;
 
   const std::shared_ptr<CopyHelper> helper_;  // of the transport
-  const Chunk* copied_ = nullptr;             // while two threads copy it
-  std::array<Part, kSliceBytes / CopyHelper::kPartBytes> parts_;
 };
 
 }  // namespace kvlink
