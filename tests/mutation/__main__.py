@@ -129,9 +129,10 @@ def _try_python(
 
 
 @functools.cache
-def _product() -> dict[str, ast.Module]:
+def _product() -> list[python_mutants.Piece]:
     paths = [path for folder in ("kvlink", "integrations") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    return python_mutants.pieces_of(trees)
 
 
 def _users(mutant: Mutant) -> set[str]:

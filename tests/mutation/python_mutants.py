@@ -14,7 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -65,7 +65,7 @@ class Site(NamedTuple):
     at_import: bool = False
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A function, or a statement outside of functions: what it defines, and which names it mentions."""
 
     file: str
@@ -74,7 +74,7 @@ class _Piece(NamedTuple):
     mentions: frozenset[str]
 
 
-def _pieces(file: str, body: Sequence[ast.stmt], owner: str = "") -> Iterator[_Piece]:
+def _pieces(file: str, body: Sequence[ast.stmt], owner: str = "") -> Iterator[Piece]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _pieces(file, node.body, node.name)
@@ -83,12 +83,16 @@ def _pieces(file: str, body: Sequence[ast.stmt], owner: str = "") -> Iterator[_P
         stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
         attributes = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
         made = {node.name} if isinstance(node, _FUNCTIONS) else {*stored, owner} - {"__all__", ""}
-        yield _Piece(file, node, frozenset(made), frozenset({each.id for each in names} | attributes))
+        yield Piece(file, node, frozenset(made), frozenset({each.id for each in names} | attributes))
 
 
-def users_of(mutant: Mutant, trees: dict[str, ast.Module]) -> set[str]:
+def pieces_of(trees: Mapping[str, ast.Module]) -> list[Piece]:
+    """Returns the pieces of all modules, given by file."""
+    return [piece for file, tree in trees.items() for piece in _pieces(file, tree.body)]
+
+
+def users_of(mutant: Mutant, pieces: Sequence[Piece]) -> set[str]:
     """Returns as "file:name" the functions that use what is made where a mutant is, also by other statements."""
-    pieces = [piece for file, tree in trees.items() for piece in _pieces(file, tree.body)]
     names: set[str] = set()
     for piece in pieces:
         last = piece.node.end_lineno or piece.node.lineno

@@ -9,7 +9,7 @@ import pytest
 from mutation.cpp_mutants import rewritten as rewritten_cpp
 from mutation.cpp_mutants import sites_of as cpp_sites
 from mutation.mutants import interval, sample
-from mutation.python_mutants import Switch, rewritten, sites_of, users_of
+from mutation.python_mutants import Switch, pieces_of, rewritten, sites_of, users_of
 
 PYTHON = {
     "a < b": {"comparison": ["a <= b"]},
@@ -145,8 +145,10 @@ class C:
     sites = {
         site.mutant.before: site.mutant for site in sites_of(ast.parse(source), "a.py") if site.at_import
     }
-    trees = {"a.py": ast.parse(source), "b.py": ast.parse("from a import A\ndef i():\n  return A")}
-    found = {before: users_of(mutant, trees) for before, mutant in sites.items()}
+    pieces = pieces_of(
+        {"a.py": ast.parse(source), "b.py": ast.parse("from a import A\ndef i():\n  return A")}
+    )
+    found = {before: users_of(mutant, pieces) for before, mutant in sites.items()}
     assert found == {
         "1": {"a.py:f", "b.py:i"},
         "2": {"a.py:f"},

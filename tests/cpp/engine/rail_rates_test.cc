@@ -67,6 +67,11 @@ struct RailRatesTest : ::testing::Test {
     for (uint32_t number = 0; number < RailRates::kPulls; ++number) pull();
     ASSERT_EQ(aside(), kSlow);
   }
+  void try_slow_rail_at(double speed) {
+    bytes_per_ns[0] = speed;
+    now += 10 * kOneSecond;
+    ASSERT_EQ(pull().trial, kSlow);
+  }
 };
 
 TEST_F(RailRatesTest, LanesOfOnePairOfPortsAreOneRail) {
@@ -169,9 +174,7 @@ TEST_F(RailRatesTest, ATrialReadsLittleAndAPullThatMeasuresNothingMakesNone) {
 TEST_F(RailRatesTest, ARailThatHasRecoveredIsUsedAgainAtItsFirstTrial) {
   make({4, 50});
   set_slow_rail_aside();
-  bytes_per_ns[0] = 20;
-  now += 10 * kOneSecond;
-  EXPECT_EQ(pull().trial, kSlow);
+  try_slow_rail_at(20);
   EXPECT_EQ(aside(), kAll);
   bytes_per_ns[0] = 10;  // less than a third, and more than a tenth
   for (int number = 0; number < 20; ++number) pull();
@@ -181,9 +184,7 @@ TEST_F(RailRatesTest, ARailThatHasRecoveredIsUsedAgainAtItsFirstTrial) {
 TEST_F(RailRatesTest, ARailThatCameBackIsSetAsideAfterThreePullsAgain) {
   make({4, 50});
   set_slow_rail_aside();
-  bytes_per_ns[0] = 50;
-  now += 10 * kOneSecond;
-  EXPECT_EQ(pull().trial, kSlow);
+  try_slow_rail_at(50);
   bytes_per_ns[0] = 4;
   for (uint32_t number = 0; number < RailRates::kPulls; ++number) {
     EXPECT_EQ(aside(), kAll) << number;
@@ -195,9 +196,7 @@ TEST_F(RailRatesTest, ARailThatCameBackIsSetAsideAfterThreePullsAgain) {
 TEST_F(RailRatesTest, ARailBetweenBothLimitsStaysWhereItIs) {
   make({4, 50});
   set_slow_rail_aside();
-  bytes_per_ns[0] = 10;
-  now += 10 * kOneSecond;
-  EXPECT_EQ(pull().trial, kSlow);
+  try_slow_rail_at(10);
   EXPECT_EQ(aside(), kSlow);
 }
 
