@@ -189,10 +189,13 @@ class Pull(SharedAwaitable[PullStats]):
         self.cancel()
 
     def settle(self) -> bool:
-        """Settles the offer at each owner after a pull with settle=False. Returns False if an owner is unreachable.
+        """Settles the offer at each owner after a pull with settle=False.
 
+        Returns False if an owner is unreachable, and before the pull has found its owners.
         A reader that reads a request in several pulls settles the last one after all have succeeded. A soft offer needs
         no settle. Does not block."""
+        if not self.done() and not self._owners:
+            return False
         began_ns = time.time_ns()
         hard = [(ticket, peer) for ticket, peer in self._owners if not ticket.soft]
         told = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer in hard]

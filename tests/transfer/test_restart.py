@@ -104,6 +104,7 @@ def test_a_claim_that_no_coordinator_answers_blames_no_owner(pair: Callable[[str
 
     want = PullSpec(array("I", INTO), None, None, True)
     pull = pair("").reader._pulls.begin("request", claim, want, 0.0, complete=True)
+    assert not pull.settle(), "no owner is known that could be told"
     with pytest.raises(CoordinatorUnavailable, match="request: no coordinator answered the claim"):
         pull.wait()
 
