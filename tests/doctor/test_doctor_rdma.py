@@ -27,8 +27,8 @@ from kvlink.hardware.gpudirect import Allocation, Gpu, Kind
 from kvlink.hardware.topology import PciDevice, discover, pci
 
 PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
-# Opening a read-only kernel attribute for writing is refused even to root.
-READ_ONLY = "/sys/devices/system/cpu/online"
+# Opening it for writing is refused even to root, and by its mode where /proc/sys and /sys are mounted read-only.
+READ_ONLY = "/proc/sys/kernel/osrelease"
 
 
 @pytest.fixture

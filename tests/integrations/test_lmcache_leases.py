@@ -235,6 +235,7 @@ def test_a_ticket_for_other_objects_fails_the_read(pair: Pair) -> None:
 
     reads = pair.reader.reads_from(stale)
     assert pair.read(Wanted(*HERE, A), reads=reads) == [True]
+    eventually(lambda: pair.owner.grants.collect() is None and not len(pair.owner.places))
     assert pair.read(Wanted(*HERE, A), reads=reads) == [False], "settled, so its lease has ended"
     assert pair.read(Wanted(0, PAGE, B), reads=reads) == [False], "another number of pages"
 
