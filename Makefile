@@ -173,9 +173,10 @@ test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit
 	pytest -m verify tests/deploy
 
 .PHONY: test-pages
-test-pages: build $(VENV)/.checked ## the status page and the report in Chromium, with axe-core
+test-pages: build $(VENV)/.checked ## the status page, the report and the site in Chromium, with axe-core
 	.ci/system-packages $(PYTHON) page || true
 	$(PIP_INSTALL) --group pages
+	! python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(PIP_INSTALL) --group docs
 	pytest -m verify tests/pages
 
 .PHONY: release-wheel

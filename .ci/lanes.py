@@ -140,6 +140,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
         r"docs/(troubleshooting|hardware/(rdma|gpudirect)|operate/(runbook|security)|servers/transformers)",
         ("docs", "newcomer"),
     ),
+    (r"docs/(_static|_templates|conf)", ("docs", "pages")),
     (r"docs/", ("docs",)),
     (r"[^/]*\.md$|LICENSE|NOTICE|\.git|\.clang-format", ()),
 )

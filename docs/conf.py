@@ -2,8 +2,10 @@
 """Sphinx configuration: `make docs` builds the site into build/docs.
 
 KVLINK_DOCS_REPOSITORY is the repository's address at GitHub, GitLab or Bitbucket: each page then has a link that edits
-it. KVLINK_DOCS_ADDRESS is that of the site itself, with a slash at its end: pages then name it, and 404.html works
-below every path.
+it, and to its issues. KVLINK_DOCS_SUPPORT is another address for questions. KVLINK_DOCS_ADDRESS is that of the site
+itself, with a slash at its end: pages then name it, and 404.html works below every path.
+
+Each version is a folder of its own. versions.json beside them, `["0.2.0", "0.1.0"]`, makes the menu of versions of all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ extensions = [
     "generated_reference",
     "native_reference",
 ]
-exclude_patterns = ["_ext", "examples"]
+exclude_patterns = ["_ext", "_templates", "examples"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -48,10 +50,28 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 html_theme = "furo"
 html_title = f"kvlink {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["tables.css"]
+html_js_files = ["versions.js"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+        "help.html",
+    ]
+}
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 html_baseurl = os.environ.get("KVLINK_DOCS_ADDRESS", "")
-if repository := os.environ.get("KVLINK_DOCS_REPOSITORY"):
+repository = os.environ.get("KVLINK_DOCS_REPOSITORY", "")
+html_context = {
+    "support_address": os.environ.get("KVLINK_DOCS_SUPPORT")
+    or (repository and f"{repository.rstrip('/')}/issues"),
+}
+if repository:
     html_theme_options |= {
         "source_repository": repository,
         "source_branch": "main",

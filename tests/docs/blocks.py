@@ -120,6 +120,7 @@ HOW: dict[str, dict[str, str]] = {
     "docs/servers/vllm-encoders.md": {"vllm serve": _ENGINES},
     "docs/servers/vllm-prefixes.md": {"KVLINK_COORDINATOR": _ENGINES, "kvlink replicate": _ENGINES},
     "docs/servers/vllm-streaming.md": {"kvlink coordinator": _ENGINES},
+    "docs/support.md": {"kvlink version": RUNS},
     "docs/troubleshooting.md": {"kvlink doctor": SERVED},
 }  # fmt: skip
 
