@@ -2,10 +2,9 @@
 """Sphinx configuration: `make docs` builds the site into build/docs.
 
 KVLINK_DOCS_REPOSITORY is the repository's address at GitHub, GitLab or Bitbucket: each page then has a link that edits
-it, and to its issues. KVLINK_DOCS_SUPPORT is another address for questions. KVLINK_DOCS_ADDRESS is that of the site
-itself, with a slash at its end: pages then name it, and 404.html works below every path.
-
-Each version is a folder of its own. versions.json beside them, `["0.2.0", "0.1.0"]`, makes the menu of versions of all.
+it. KVLINK_DOCS_ADDRESS is that of the site itself, with a slash at its end: pages then name it, and 404.html works
+below every path. KVLINK_DOCS_VERSIONS lists the sites of all releases as "NAME=ADDRESS NAME=ADDRESS", and
+KVLINK_DOCS_SUPPORT is where users ask, an address of the web or of mail; without it that is the repository's issues.
 """
 
 from __future__ import annotations
@@ -52,32 +51,24 @@ html_title = f"kvlink {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["tables.css"]
-html_js_files = ["versions.js"]
-templates_path = ["_templates"]
-html_sidebars = {
-    "**": [
-        "sidebar/brand.html",
-        "sidebar/search.html",
-        "sidebar/scroll-start.html",
-        "sidebar/navigation.html",
-        "sidebar/scroll-end.html",
-        "help.html",
-    ]
-}
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 html_baseurl = os.environ.get("KVLINK_DOCS_ADDRESS", "")
-repository = os.environ.get("KVLINK_DOCS_REPOSITORY", "")
-html_context = {
-    "support_address": os.environ.get("KVLINK_DOCS_SUPPORT")
-    or (repository and f"{repository.rstrip('/')}/issues"),
-}
-if repository:
+if repository := os.environ.get("KVLINK_DOCS_REPOSITORY"):
     html_theme_options |= {
         "source_repository": repository,
         "source_branch": "main",
         "source_directory": "docs/",
     }
     html_theme_options["top_of_page_buttons"] = ["view", "edit"]
+templates_path = ["_templates"]
+html_context = {
+    "docs_versions": [pair.split("=", 1) for pair in os.environ.get("KVLINK_DOCS_VERSIONS", "").split()],
+    "docs_support": [
+        ("Ask or report", address)
+        for address in (os.environ.get("KVLINK_DOCS_SUPPORT") or (repository and f"{repository}/issues"),)
+        if address
+    ],
+}
 html_last_updated_fmt = "%Y-%m-%d"
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new user's machine: a minimal Debian in a root of its own, with /sys and localhost as in a container.
-
-Its pip has no constraints and no wheel of kvlink.
-"""
+"""A new user's machine: a minimal Debian in a root of its own. Its pip has no constraints and no wheel of kvlink."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ _ENTER = """
 mount -t overlay -o lowerdir={base},upperdir={folder}/upper,workdir={folder}/work overlay {folder}/root
 cd {folder}/root
 mount -t proc proc proc
-mount -t sysfs -o ro sysfs sys
+mount -t sysfs sysfs sys
 mount --rbind /dev dev
+printf '127.0.0.1 localhost\n::1 localhost\n' >etc/hosts
 mount -t tmpfs tmpfs tmp
 mount -t tmpfs tmpfs run
 chmod 1777 tmp
-printf '127.0.0.1 localhost\\n::1 localhost\\n' >etc/hosts
 {network}
 exec chroot . setpriv --reuid {uid} --regid {uid} --clear-groups env -i {env} bash -euo pipefail -c {command}
 """
