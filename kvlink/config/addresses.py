@@ -66,13 +66,17 @@ def is_wildcard(host: str) -> bool:
     return not plain_host(host) if address is None else address.is_unspecified
 
 
-def numeric(host: str, setting: str) -> str:
-    """Asks the name server for the first address of `host`. Raises ConfigError, which names the setting."""
+def numeric(host: str, setting: str, listens: str) -> str:
+    """Asks the name server for the first address of `host`, of the family of the address `listens` if it has one.
+
+    Raises ConfigError, which names the setting.
+    """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError as error:
         raise ConfigError(f"{setting}={host}: {error.strerror or error}; set an address") from None
-    return str(found[0][4][0])
+    family = getattr(_ip(listens), "version", None)
+    return next((each for each in found if getattr(_ip(each), "version", None) == family), found[0])
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -177,7 +177,7 @@ class Engine:
             nics=self._nics.ports,
             rdma=rdma_options(config),
             bounce_bytes=config.bounce_bytes if Way.BOUNCE in parse_ways(config.gpudirect) else 0,
-            advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
+            advertise=numeric(config.advertise, "KVLINK_ADVERTISE", config.host) if config.advertise else "",
             cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
             worker=self.worker_id,

@@ -158,7 +158,7 @@ def _opened(memory: Buffer, port: Port, config: WorkerConfig, transport: str) ->
         num_lanes=1,
         nics=[port],
         rdma=rdma_options(config),
-        advertise=numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else "",
+        advertise=numeric(config.advertise, "KVLINK_ADVERTISE", config.host) if config.advertise else "",
     )
     try:
         try:

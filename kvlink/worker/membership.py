@@ -151,7 +151,7 @@ class WorkerMembership:
             )
         host = advertised_host(config)
         self._security.allow_plaintext(host, f"KVLINK_CHANNEL={config.channel}: the native channel at {host}")
-        advertise = numeric(config.advertise, "KVLINK_ADVERTISE") if config.advertise else ""
+        advertise = numeric(config.advertise, "KVLINK_ADVERTISE", config.host) if config.advertise else ""
         return engine.channel.listen(engine.core, config.host, port, advertise)
 
     @property

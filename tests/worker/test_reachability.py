@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from control.cards import make_card
 from waiting import closed_port
 
 from kvlink import BlockPool, Worker, WorkerConfig
-from kvlink.config.addresses import is_loopback, is_wildcard, joined, plain_host, split_address
+from kvlink.config.addresses import is_loopback, is_wildcard, joined, numeric, plain_host, split_address
 from kvlink.control import Security
 from kvlink.doctor import Verdict, network
 from kvlink.errors import ConfigError, KVLinkError, PeerUnreachable
@@ -136,6 +137,19 @@ def test_a_worker_that_listens_on_every_address_advertises_one() -> None:
         assert owner.card.agent.startswith("localhost:")
         assert b"0.0.0.0" not in owner.card.transports[0].address
         reader.pull(owner.offer("r", [1]), into=[2]).wait()
+
+
+@pytest.mark.parametrize(
+    ("listens", "advertised"),
+    [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::", "::1"), ("", "::1")],
+)
+def test_an_advertised_name_means_an_address_of_the_family_that_listens(
+    monkeypatch: pytest.MonkeyPatch, listens: str, advertised: str
+) -> None:
+    """In a container localhost has both, ::1 first."""
+    both = [(0, 0, 0, "", (address, 0)) for address in ("::1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert numeric("localhost", "KVLINK_ADVERTISE", listens) == advertised
 
 
 def test_a_name_that_has_no_address_is_not_advertised() -> None:
