@@ -125,8 +125,13 @@ Outcome take_setup(const kvl_worker_options* given, WorkerSetup& setup) {
     if (Outcome outcome = take_text(from, *into, name, most); !outcome.ok()) return outcome;
   }
   if (Status status = check_name(setup.worker_id, "worker_id"); !status.ok()) return status;
-  if (options.flags != 0) return refuse("kvl_worker_options.flags has bits that are not known");
-  if (options.port > 65535) return refuse("port must be 0 to 65535");
+  if (options.flags & ~uint32_t{KVL_WORKER_CHANNEL})
+    return refuse("kvl_worker_options.flags has bits that are not known");
+  if (options.port > 65535 || options.channel_port > 65535) return refuse("a port must be 0 to 65535");
+  if (options.reserved != 0) return refuse("kvl_worker_options.reserved must be 0");
+  setup.listens = (options.flags & KVL_WORKER_CHANNEL) != 0;
+  setup.channel_port = static_cast<uint16_t>(options.channel_port);
+  if (setup.channel_port != 0 && !setup.listens) return refuse("channel_port needs KVL_WORKER_CHANNEL");
   setup.ticket_keys = split(keys, '\n');
   if (Outcome outcome = check_keys(setup.ticket_keys); !outcome.ok()) return outcome;
   if (names.empty()) names = nics.empty() ? "shm,cma,tcp" : "shm,cma,verbs,tcp";
@@ -341,6 +346,16 @@ int32_t kvl_peer_step(kvl_handle peer, const void* answer, uint64_t answer_bytes
   });
 }
 
+int32_t kvl_peer_connect(kvl_handle peer, uint64_t user, kvl_error* error) {
+  return call_on<Peer>(peer, error,
+                       [&](const std::shared_ptr<Peer>& found) { return Peer::connect(found, peer, user); });
+}
+
+int32_t kvl_peer_wait(kvl_handle peer, uint64_t timeout_us, kvl_error* error) {
+  return call_on<Peer>(peer, error,
+                       [&](const std::shared_ptr<Peer>& found) { return found->wait(wait_ns(timeout_us)); });
+}
+
 int32_t kvl_offer_open(kvl_handle worker, const kvl_offer_options* options, kvl_handle* offer,
                        kvl_error* error) {
   return call_on<Worker>(worker, error, [&](const std::shared_ptr<Worker>& found) -> Outcome {
@@ -402,8 +417,7 @@ int32_t kvl_pull_start(const kvl_pull_options* options, kvl_handle* pull, kvl_er
 
 int32_t kvl_pull_wait(kvl_handle pull, uint64_t timeout_us, kvl_error* error) {
   return call_on<PullObject>(pull, error, [&](const std::shared_ptr<PullObject>& found) {
-    const bool for_ever = timeout_us > kMostUs;
-    if (!found->pull().done()) found->pull().wait(for_ever ? -1 : static_cast<int64_t>(timeout_us) * 1000);
+    if (!found->pull().done()) found->pull().wait(wait_ns(timeout_us));
     return found->outcome();
   });
 }
