@@ -151,8 +151,7 @@ Outcome take_setup(const kvl_worker_options* given, WorkerSetup& setup) {
 }
 
 Outcome add_region(MemoryRange range, std::shared_ptr<HostMemory> memory, kvl_handle* region) {
-  *region = Table::get().add(std::make_shared<Region>(std::move(range), std::move(memory)));
-  return {};
+  return Table::get().add(std::make_shared<Region>(std::move(range), std::move(memory)), *region);
 }
 
 Outcome start_pull(const kvl_pull_options* options, kvl_handle* handle) {
@@ -164,7 +163,8 @@ Outcome start_pull(const kvl_pull_options* options, kvl_handle* handle) {
     if (!pull->done()) pull->wait(-1);
     return PullObject::outcome_of(*pull);
   }
-  *handle = Table::get().add(std::make_shared<PullObject>(terms.peer(), pull, terms.options().user));
+  auto object = std::make_shared<PullObject>(terms.peer(), pull, terms.options().user);
+  if (Outcome outcome = Table::get().add(std::move(object), *handle); !outcome.ok()) return outcome;
   if (terms.options().flags & KVL_PULL_NOTIFY) {
     const auto& queue = terms.peer()->worker()->queue();
     if (!pull->notify(queue, *handle)) queue->push(*handle);
@@ -251,8 +251,7 @@ int32_t kvl_worker_open(const kvl_worker_options* options, kvl_handle* worker, k
     if (Outcome outcome = take_setup(options, setup); !outcome.ok()) return outcome;
     Result<std::shared_ptr<Worker>> opened = Worker::open(std::move(setup));
     if (!opened.ok()) return opened.status();
-    *worker = Table::get().add(std::move(*opened));
-    return {};
+    return Table::get().add(std::move(*opened), *worker);
   });
 }
 
@@ -330,8 +329,7 @@ int32_t kvl_peer_open(kvl_handle worker, const void* card, uint64_t card_bytes, 
     if (Outcome outcome = take_time(timeout_us, kConnectUs, timeout_ns); !outcome.ok()) return outcome;
     Result<std::shared_ptr<Peer>> opened = Peer::open(found, bytes, timeout_ns);
     if (!opened.ok()) return opened.status();
-    *peer = Table::get().add(std::move(*opened));
-    return {};
+    return Table::get().add(std::move(*opened), *peer);
   });
 }
 
@@ -406,8 +404,7 @@ int32_t kvl_plan_make(const kvl_pull_options* options, kvl_handle* plan, kvl_err
     if (Outcome outcome = terms.take(options); !outcome.ok()) return outcome;
     std::shared_ptr<PlanObject> made;
     if (Outcome outcome = terms.prepare(made); !outcome.ok()) return outcome;
-    *plan = Table::get().add(std::move(made));
-    return {};
+    return Table::get().add(std::move(made), *plan);
   });
 }
 

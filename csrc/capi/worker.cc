@@ -218,7 +218,7 @@ Outcome Worker::count(kvl_worker_stats& stats) {
 Outcome Worker::close() {
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(closed_, true)) return {};
+    if (closed_.exchange(true)) return {};
   }
   // Their pulls may wait; what they have under way ends with the engine's connections.
   std::vector<std::shared_ptr<Object>> children = Table::get().take_children(*this);

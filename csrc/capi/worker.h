@@ -69,6 +69,7 @@ class Worker final : public Object {
   std::string explain() const override;
 
   bool started() const { return started_.load(std::memory_order_acquire); }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
   Engine& engine() { return *engine_; }
   // Constant once it has started.
   const std::string& id() const { return setup_.worker_id; }
@@ -97,14 +98,13 @@ class Worker final : public Object {
   const std::string incarnation_;
   const std::unique_ptr<Engine> engine_;
   const std::shared_ptr<CompletionQueue> queue_;
-  std::atomic<bool> started_{false};
+  std::atomic<bool> started_{false}, closed_{false};
 
   std::mutex mutex_;  // guards what follows; some is constant once it has started
   std::vector<std::shared_ptr<Region>> regions_;
   std::vector<MemoryRange> ranges_;
   std::vector<CardLayout> groups_;
   uint64_t model_ = 0;
-  bool closed_ = false;
   std::shared_ptr<channel::Channel> channel_;  // null until it is needed
   std::unique_ptr<channel::Connector> connector_;
   std::optional<CardChannel> listens_at_;
