@@ -3,7 +3,8 @@
 
 KVLINK_DOCS_REPOSITORY is the repository's address at GitHub, GitLab or Bitbucket: each page then has a link that edits
 it. KVLINK_DOCS_ADDRESS is that of the site itself, with a slash at its end: pages then name it, and 404.html works
-below every path.
+below every path. KVLINK_DOCS_VERSIONS lists the sites of all releases as "NAME=ADDRESS NAME=ADDRESS", and
+KVLINK_DOCS_SUPPORT is where users ask, an address of the web or of mail; without it that is the repository's issues.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ extensions = [
     "generated_reference",
     "native_reference",
 ]
-exclude_patterns = ["_ext", "examples"]
+exclude_patterns = ["_ext", "_templates", "examples"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -58,6 +59,15 @@ if repository := os.environ.get("KVLINK_DOCS_REPOSITORY"):
         "source_directory": "docs/",
     }
     html_theme_options["top_of_page_buttons"] = ["view", "edit"]
+templates_path = ["_templates"]
+html_context = {
+    "docs_versions": [pair.split("=", 1) for pair in os.environ.get("KVLINK_DOCS_VERSIONS", "").split()],
+    "docs_support": [
+        ("Ask or report", address)
+        for address in (os.environ.get("KVLINK_DOCS_SUPPORT") or (repository and f"{repository}/issues"),)
+        if address
+    ],
+}
 html_last_updated_fmt = "%Y-%m-%d"
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"

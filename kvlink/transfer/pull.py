@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 from kvlink import _core
 from kvlink.config.timeouts import checked
-from kvlink.errors import Cancelled, ConfigError, KVLinkError, PeerUnreachable, StaleBlocks, TransferTimeout
+from kvlink.errors import (
+    Cancelled,
+    ConfigError,
+    CoordinatorUnavailable,
+    KVLinkError,
+    PeerUnreachable,
+    StaleBlocks,
+    TransferTimeout,
+)
 from kvlink.ticket import Ticket
 from kvlink.transfer.completion import LoopWaiter, SharedAwaitable, cancellation
 from kvlink.transfer.engine import error_of, failure
@@ -66,6 +74,8 @@ class Pull(SharedAwaitable[PullStats]):
     """Whether it has ended well and there is nothing left to do."""
     _told = False
     """Whether it has failed or was cancelled, and the program knows it."""
+    _claims = False
+    """Whether its tickets are claimed and no coordinator has answered yet."""
     _error: KVLinkError | None = None
     """Why the owners could not be connected."""
     _cuts: dict[str, str] | None = None
@@ -179,10 +189,13 @@ class Pull(SharedAwaitable[PullStats]):
         self.cancel()
 
     def settle(self) -> bool:
-        """Settles the offer at each owner after a pull with settle=False. Returns False if an owner is unreachable.
+        """Settles the offer at each owner after a pull with settle=False.
 
+        Returns False if an owner is unreachable, and before the pull has found its owners.
         A reader that reads a request in several pulls settles the last one after all have succeeded. A soft offer needs
         no settle. Does not block."""
+        if not self.done() and not self._owners:
+            return False
         began_ns = time.time_ns()
         hard = [(ticket, peer) for ticket, peer in self._owners if not ticket.soft]
         told = [peer.connection.settle(*settle_args(ticket, peer.assignment)) for ticket, peer in hard]
@@ -243,6 +256,10 @@ class Pull(SharedAwaitable[PullStats]):
         failed = self._core.failure()
         if failed is not None and failed[0] == "PeerUnreachable" and self._error is not None:
             return self._after_cut(self._error)
+        if failed is not None and failed[0] == "TransferTimeout" and self._claims:
+            return CoordinatorUnavailable(
+                f"request {self.request_id}: no coordinator answered the claim within the deadline"
+            )
         if failed is not None:
             return self._after_cut(error_of(failed, f"request {self.request_id}"))
         for index, (ticket, peer) in enumerate(self._owners):

@@ -30,7 +30,7 @@ from kvlink.transfer.completion import QueueReader
 from kvlink.transfer.device_work import DeviceWork, until_ended
 from kvlink.transfer.engine import Engine
 from kvlink.transfer.group_ids import copied
-from kvlink.transfer.owners import Owner, connect_all, connect_one
+from kvlink.transfer.owners import connect_all, connect_one
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import SETTLED, Observer, Pull
@@ -50,8 +50,8 @@ _LEAST_LIVE = 64
 _ELSEWHERE = (TransferError, TransportUnavailable, UnknownRequest)
 """The errors of a source after which a relay may read from another one."""
 
-Find = Callable[[float], Awaitable[list[Owner]]]
-"""Finds the owners of a pull and connects to them until a deadline by `time.monotonic()`. Raises KVLinkError."""
+Claim = Callable[[float], Awaitable[Sequence[Ticket]]]
+"""Claims the tickets of a request until a deadline by `time.monotonic()`. Raises KVLinkError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,9 @@ class _Run:
 
     pull: Pull
     want: PullSpec
-    find: Find | None = None
+    tickets: Sequence[Ticket] | Claim = ()
+    complete: bool = True
+    """Whether the tickets must be those of all owners that this rank reads from."""
     after: DeviceWork | None = None
     connecting: asyncio.Task[None] | None = None
 
@@ -68,8 +70,12 @@ class _Run:
         """Connects to the owners of an attempt, and returns the call that starts reading. Raises KVLinkError."""
         core, known = self.pull._core, self.pull._owners
         wanted = core.wanted()
-        if self.find is not None and attempt == 0:
-            owners = await self.find(until)
+        if attempt == 0:
+            tickets, complete = self.tickets, self.complete
+            if callable(tickets):
+                tickets, complete = await tickets(until), True
+                self.pull._claims = False
+            owners = await connect_all(peers, tickets, until, complete=complete)
         else:
             self.pull._note_cuts(wanted)
             owners = await connect_all(peers, [known[part][0] for part in wanted], until)
@@ -186,13 +192,21 @@ class Pulls:
         return pull
 
     def begin(
-        self, request_id: str, find: Find, want: PullSpec, timeout_s: float, after: DeviceWork | None = None
+        self,
+        request_id: str,
+        tickets: Sequence[Ticket] | Claim,
+        want: PullSpec,
+        timeout_s: float,
+        *,
+        complete: bool,
+        after: DeviceWork | None = None,
     ) -> Pull:
-        """Starts a pull after `find` has connected its owners. Nothing is read before `after` has ended."""
+        """Claims the tickets if they are not given, connects to their owners, waits for `after`, then reads."""
         pull = self._equip(
             Pull(_core.waiting_pull(self._engine.core, timeout_s), request_id, []), want.settle
         )
-        self._add(_Run(pull, want._replace(into=copied(want.into)), find, after))
+        pull._claims = callable(tickets)
+        self._add(_Run(pull, want._replace(into=copied(want.into)), tickets, complete, after))
         return pull
 
     def _equip(self, pull: Pull, settles: bool) -> Pull:

@@ -13,10 +13,10 @@ from kvlink.ticket import Ticket
 from kvlink.transfer.engine import PreparedPlan
 from kvlink.transfer.group_ids import within
 from kvlink.transfer.peer import Peer
+from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
 from kvlink.transfer.pull_request import layers_read, lease_words, stream_of
 from kvlink.transfer.pulls import Pulls
-from kvlink.worker.sources import Sources
 
 
 def check_ticket(ticket: object) -> None:
@@ -31,7 +31,8 @@ def check_ticket(ticket: object) -> None:
 class Reader:
     """The worker that a prepared pull reads for. `pull` is `Worker.pull`."""
 
-    sources: Sources
+    peers: Peers
+    checked: Callable[[Ticket], Ticket]
     pulls: Pulls
     pull: Callable[..., Pull]
     timeout_s: float
@@ -89,7 +90,7 @@ class PreparedPull:
                 f"{first.request_id}, with which the pull was prepared; use `pull`, or prepare another one"
             )
         limit_s = reader.timeout_s if timeout_s is None else checked(timeout_s)
-        peer = reader.sources.peers.get(reader.sources.checked(ticket).worker_id, ticket.epoch)
+        peer = reader.peers.get(reader.checked(ticket).worker_id, ticket.epoch)
         if peer is not None and not stream_of(peer, ticket):
             planned_for, plan = self._planned
             if planned_for is not peer:  # connected again: the regions may have other numbers

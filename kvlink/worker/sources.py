@@ -13,10 +13,8 @@ from kvlink.layout import KVLayout, rank_of
 from kvlink.ticket import Ticket, check_request_id
 from kvlink.transfer import spans
 from kvlink.transfer.group_ids import TokenRanges
-from kvlink.transfer.owners import Owner, connect_all
-from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import Pull
-from kvlink.transfer.pulls import Find
+from kvlink.transfer.pulls import Claim
 from kvlink.worker.membership import WorkerMembership
 from kvlink.worker.unread import EmptyPull, Range, Releaser, check_ranges
 
@@ -32,24 +30,18 @@ class Sources:
     `checked` returns a ticket that the worker may use, and raises AccessDenied for any other.
     """
 
-    peers: Peers
     membership: WorkerMembership
     layout: KVLayout
     checked: Callable[[Ticket], Ticket]
     releaser: Releaser
 
-    def of(self, ticket: Tickets, partial: bool) -> tuple[str, Find]:
-        """Returns the request id, and a function that finds and connects its owners until a deadline.
-
-        With `partial`, a list of tickets need not be complete. Raises ConfigError, AccessDenied.
-        """
+    def of(self, ticket: Tickets) -> tuple[str, Sequence[Ticket] | Claim]:
+        """Returns the request id with its tickets, or with what claims them. Raises ConfigError, AccessDenied."""
         if isinstance(ticket := parsed(ticket), str):
             self.require_coordinator(ticket)
-            return ticket, functools.partial(self._claim_and_connect, ticket)
+            return ticket, functools.partial(self._claim_until, ticket)
         tickets = self._tickets(ticket)
-        return tickets[0].request_id, functools.partial(
-            connect_all, self.peers, tickets, complete=not partial
-        )
+        return tickets[0].request_id, tickets
 
     def release(self, ticket: Tickets, timeout_s: float) -> bool:
         """Releases blocks as `Worker.release` does. A claim waits at most `timeout_s` seconds.
@@ -89,9 +81,8 @@ class Sources:
         claiming = self.membership.claim(request_id, timeout_s, *rank_of(self.layout))
         return [*map(self.checked, await spans.record_claim(request_id, claiming))]
 
-    async def _claim_and_connect(self, request_id: str, deadline: float) -> list[Owner]:
-        tickets = await self.claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
-        return await connect_all(self.peers, tickets, deadline, complete=True)
+    async def _claim_until(self, request_id: str, deadline: float) -> list[Ticket]:
+        return await self.claim(request_id, max(deadline - time.monotonic(), _LEAST_S))
 
     async def _claim_and_release(self, request_id: str, timeout_s: float) -> None:
         self.releaser.release(await self.claim(request_id, timeout_s))

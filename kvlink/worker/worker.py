@@ -110,7 +110,7 @@ class Worker:
             self._peers.on_opened = self._membership.directory.channels.opened
             releaser = Releaser(self._peers, self._membership.directory, self._in_background)
             self._pulls = self._control.run(self._open_pulls(releaser, observer), _JOIN_S)
-            self._sources = Sources(self._peers, self._membership, pool.layout, self._checked, releaser)
+            self._sources = Sources(self._membership, pool.layout, self._checked, releaser)
             self._relays = Relays(
                 pool, self._control, self.offers, self._sources, self._pulls, self._read_ids
             )
@@ -244,8 +244,9 @@ class Worker:
                 core = start(peer, ticket, block_ids, tokens, layers, settle, limit_s)
                 if core is not None:
                     return self._pulls.started(core, ticket, peer, block_ids, tokens, layers, settle)
-        claimed, find = self._sources.of(ticket, partial)
-        return self._pulls.begin(claimed, find, PullSpec(block_ids, tokens, layers, settle), limit_s, after)
+        claimed, tickets = self._sources.of(ticket)
+        want = PullSpec(block_ids, tokens, layers, settle)
+        return self._pulls.begin(claimed, tickets, want, limit_s, complete=not partial, after=after)
 
     def prepare(
         self,
@@ -262,7 +263,7 @@ class Worker:
         """
         check_ticket(ticket)
         peer = self.connect(ticket, timeout_s)
-        reader = Reader(self._sources, self._pulls, self.pull, self._timeout_s)
+        reader = Reader(self._peers, self._checked, self._pulls, self.pull, self._timeout_s)
         return PreparedPull(reader, peer, ticket, copied(self._read_ids(into)), (tokens, layers))
 
     def release(self, ticket: Tickets | None = None, *, request_id: str | None = None) -> None:

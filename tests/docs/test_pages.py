@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
+import jinja2
 import pytest
 
 import kvlink
@@ -118,6 +119,24 @@ def test_the_page_that_is_missing_has_the_address_of_the_site(monkeypatch: pytes
         context = {"metatags": "<meta>"}
         place(None, page, "page.html", context, None)
         assert context["metatags"] == expected
+
+
+def test_each_page_leads_to_the_other_releases_and_to_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setenv("KVLINK_DOCS_VERSIONS", "0.2=https://docs.example/0.2/ 0.1=https://docs.example/0.1/")
+    monkeypatch.setenv("KVLINK_DOCS_REPOSITORY", "https://code.example/kvlink")
+    conf = runpy.run_path(str(DOCS / "conf.py"))
+    (folder,) = conf["templates_path"]
+    menu = (DOCS / folder / "sidebar/variant-selector.html").read_text()  # furo includes it in each page
+    shown = jinja2.Template(menu).render(conf["html_context"])
+    assert re.findall(r'href="([^"]*)">([^<]*)<', shown) == [
+        ("https://docs.example/0.2/", "0.2"),
+        ("https://docs.example/0.1/", "0.1"),
+        ("https://code.example/kvlink/issues", "Ask or report"),
+    ]
+    monkeypatch.setenv("KVLINK_DOCS_SUPPORT", "mailto:help@code.example")
+    again = runpy.run_path(str(DOCS / "conf.py"))["html_context"]
+    assert again["docs_support"] == [("Ask or report", "mailto:help@code.example")]
 
 
 def test_a_traceback_ends_with_the_section_of_its_error(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ _ENTER = """
 mount -t overlay -o lowerdir={base},upperdir={folder}/upper,workdir={folder}/work overlay {folder}/root
 cd {folder}/root
 mount -t proc proc proc
+mount -t sysfs sysfs sys
 mount --rbind /dev dev
+printf '127.0.0.1 localhost\n::1 localhost\n' >etc/hosts
 mount -t tmpfs tmpfs tmp
 mount -t tmpfs tmpfs run
 chmod 1777 tmp

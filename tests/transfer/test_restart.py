@@ -20,6 +20,7 @@ from kvlink.errors import (
     AccessDenied,
     Cancelled,
     ConfigError,
+    CoordinatorUnavailable,
     KVLinkError,
     PeerUnreachable,
     StaleBlocks,
@@ -29,6 +30,7 @@ from kvlink.runtime.backoff import LONGEST_S
 from kvlink.transfer.peer import Peer
 from kvlink.transfer.peers import Peers
 from kvlink.transfer.pull import FAILED, Pull
+from kvlink.transfer.pull_request import PullSpec
 from kvlink.transfer.reconnect import ReconnectBackoff
 from kvlink.transfer.shared_connect import Key, SharedConnects
 
@@ -94,6 +96,17 @@ def test_a_pull_that_connects_first(pair: Callable[[str], Pair]) -> None:
     two = pair("break-data@1")
     assert two.reader.pull(two.ticket(), INTO).wait()
     assert two.written() == sorted(INTO)
+
+
+def test_a_claim_that_no_coordinator_answers_blames_no_owner(pair: Callable[[str], Pair]) -> None:
+    async def claim(_until: float) -> list[Ticket]:
+        return await asyncio.Future()
+
+    want = PullSpec(array("I", INTO), None, None, True)
+    pull = pair("").reader._pulls.begin("request", claim, want, 0.0, complete=True)
+    assert not pull.settle(), "no owner is known that could be told"
+    with pytest.raises(CoordinatorUnavailable, match="request: no coordinator answered the claim"):
+        pull.wait()
 
 
 async def test_whoever_awaits_it_begins_again(pair: Callable[[str], Pair]) -> None:

@@ -34,6 +34,10 @@ PATIENCE = float(os.environ.get("KVLINK_TEST_PATIENCE", "1"))
 """Multiplies what only bounds how long a test that has failed goes on. An emulated machine needs more."""
 
 
+EMULATED = PATIENCE > 1
+"""Whether this machine is emulated, and so is each of its NICs."""
+
+
 class Peer(Protocol):
     """Somebody with Workers."""
 

@@ -116,7 +116,9 @@ owner, reader = pair("tcp", "hang@4")
 reader.pull(owner.offer("warm", [1]), [2]).wait()
 running = reader.pull(owner.offer("r", range(60)), range(60), timeout_s=20)
 silent = socket.create_server(("127.0.0.1", 0))
-elsewhere = dataclasses.replace(owner.offer("s", [1]), epoch=1, agent=f"127.0.0.1:{silent.getsockname()[1]}")
+elsewhere = owner.offers.sign(
+    dataclasses.replace(owner.offer("s", [1]), epoch=1, agent=f"127.0.0.1:{silent.getsockname()[1]}")
+)
 starting = reader.pull(elsewhere, [2], timeout_s=20)
 connection = reader.peers()[0].connection
 pool = reader.pool

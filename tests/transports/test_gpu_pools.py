@@ -80,6 +80,7 @@ class Flushed:
         owner.do("fill", seed=1)
         flush = Flush(reader.pool, random_contents(SPEC.layout(), 1))
         reader._engine.flush_gpu_writes = flush
+        reader._pulls._plain = False  # as it is for a reader that has had its flush from the start
         return owner, reader, flush
 
 

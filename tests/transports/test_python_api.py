@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from transports.pairs import POISON, Pair
 from transports.pools import PoolSpec, wide
-from transports.processes import Peer, PeerProcess, RemoteWorker, eventually
+from transports.processes import EMULATED, Peer, PeerProcess, RemoteWorker, eventually
 
 from kvlink import LeaseEnd, StaleBlocks, Ticket, Worker
 from kvlink.errors import Cancelled, ConfigError, KVLinkError, TransferTimeout, UnknownRequest
+from kvlink.transfer.pulls import Pulls
 
 NewOwner = Callable[..., RemoteWorker]
 NewReader = Callable[..., Worker]
@@ -115,7 +116,8 @@ def test_no_time_at_all(transport: str, new_pair: NewPair) -> None:
     for timeout_s in (-1, -0.5, float("nan")):
         with pytest.raises(ConfigError, match="timeout_s"):
             pair.start(pair.offer([1]), [1], timeout_s=timeout_s)
-    eventually(lambda: can_be_had_at_once(pair))
+    if not (transport == "verbs" and EMULATED):
+        eventually(lambda: can_be_had_at_once(pair))
 
 
 def can_be_had_at_once(pair: Pair) -> bool:
@@ -352,31 +354,31 @@ def test_a_hundred_warm_pulls_make_no_call(
     transport: str, peer: Peer, new_pair: NewPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = new_pair(transport)
-    control = pair.reader._control
-    submitted: list[str] = []
+    asked: list[str] = []
 
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(type(control), name)
+    def count(of: type, name: str) -> None:
+        original = getattr(of, name)
 
-        def call(self: Any, job: Any, *rest: Any) -> Any:
-            submitted.append(name)
-            return original(self, job, *rest)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            return original(self, *args, **kwargs)
 
-        return call
+        monkeypatch.setattr(of, name, call)
 
+    count(Pulls, "_do")
     for name in ("submit", "run"):
-        monkeypatch.setattr(type(control), name, counting(name))
+        count(type(pair.reader._control), name)
     answered = peer.call("agent_calls")
     pair.works()
-    assert submitted, "the first pull connects: the count counts"
+    assert asked, "the first pull connects: the count counts"
     assert peer.call("agent_calls") > answered
 
     tickets = [pair.offer([index % 64]) for index in range(99)] + [pair.offer(range(60))]
-    submitted.clear()
+    asked.clear()
     answered = peer.call("agent_calls")
     for index, ticket in enumerate(tickets):
         assert pair.pull(ticket, [index % 64] if index < 99 else range(60)).stats.settled
-    assert submitted == []
+    assert asked == []
     assert peer.call("agent_calls") == answered
 
 
@@ -394,6 +396,8 @@ def test_warm_pulls_do_without_the_readers_control_loop(distant: str, new_pair: 
 
 
 def test_small_warm_pulls_run_on_the_callers_thread(transport: str, new_pair: NewPair) -> None:
+    if transport == "verbs" and EMULATED:
+        pytest.skip("an emulated NIC takes longer than the 120 us up to which a pull runs inline")
     pair = new_pair(transport)
     pair.works()
     # Not at once: the progress thread may still hold the lane for a moment.
@@ -462,5 +466,5 @@ with kvlink.Worker(pool, "w", transports="tcp") as worker:
 def test_an_offer_without_random_numbers_is_refused() -> None:
     ended = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert "getrandom: Operation not permitted" in ended.stdout
+    assert "getentropy: Operation not permitted" in ended.stdout
     assert "seccomp" in ended.stdout
