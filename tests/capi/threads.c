@@ -127,7 +127,9 @@ static void* step(void* peer) {
         kvl_peer_step(*(kvl_handle*)peer, answer, answered, message, sizeof message, &bytes, &error);
     ONE_OF(code, KVL_OK, KVL_HANDLE, KVL_CANCELLED);
     if (code != KVL_OK || bytes == 0) return NULL;
-    IS(KVL_OK, kvl_answer(owner, 1, message, bytes, answer, sizeof answer, &answered, NULL));
+    /* The owner refuses lanes that were closed meanwhile, and its answer says so. */
+    ONE_OF(kvl_answer(owner, 1, message, bytes, answer, sizeof answer, &answered, &error), KVL_OK,
+           KVL_ACCESS_DENIED);
   }
 }
 
