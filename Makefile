@@ -151,11 +151,15 @@ test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under 
 test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
 	pytest -m "verify" tests/transports
 
+CAPI_PROGRAMS = kvlink_node kvlink_misuse kvlink_threads
+
 .PHONY: test-capi
 test-capi: build-cpp $(VENV)/.checked ## programs in C, alone, with each other and with Python; again under sanitizers; ten million malformed inputs
 	pytest tests/capi
-	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON)
-	KVLINK_CAPI_BUILD=asan pytest tests/capi/test_pairings.py tests/capi/test_misuse.py
+	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON,--target $(CAPI_PROGRAMS))
+	KVLINK_CAPI_BUILD=asan pytest tests/capi/test_pairings.py tests/capi/test_channel_from_c.py tests/capi/test_misuse.py
+	$(call cpp-build,tsan,-DKVLINK_SANITIZE=thread -DCMAKE_UNITY_BUILD=ON,--target kvlink_threads)
+	$(FIXED_ADDRESSES) build/tsan/kvlink_threads
 	build/cpp/kvlink_fuzz 10000000 $${KVLINK_TEST_SEED:-1}
 
 .PHONY: test-hostile

@@ -31,10 +31,8 @@ py::bytes to_bytes(const std::array<char, size>& from) {
 /// Keeps the engine as long as the channel may call it.
 channel::Serving serving(const std::shared_ptr<Engine>& engine) {
   channel::Serving serving = channel::serving(*engine);
-  serving.accept = [engine, accept = std::move(serving.accept)](const channel::ConnectRequest& request,
-                                                                uint64_t caller) {
-    return accept(request, caller);
-  };
+  serving.accept = [engine, accept = std::move(serving.accept)](
+                       const ConnectRequest& request, uint64_t caller) { return accept(request, caller); };
   return serving;
 }
 
@@ -48,8 +46,8 @@ py::tuple listen(Channel& self, const std::shared_ptr<Engine>& engine, const std
 }
 
 std::shared_ptr<Client> dial(Channel& self, std::vector<std::string> addresses, const py::bytes& instance,
-                             const py::bytes& secret, bool needs_tls, double timeout_s) {
-  ChannelAddress to{std::move(addresses), {}, needs_tls};
+                             const py::bytes& secret, uint32_t flags, double timeout_s) {
+  ChannelAddress to{std::move(addresses), {}, flags};
   copy_bytes(instance, to.credentials.instance, "the instance");
   copy_bytes(secret, to.credentials.secret, "the secret");
   return take(without_gil([&] { return self.dial(to, to_ns(timeout_s)); }));
@@ -65,14 +63,16 @@ void register_client(py::module_& m) {
           py::arg("timeout_s"))
       .def(
           "connect",
-          [](Client& self, const std::string& transport, std::vector<std::string> hellos, double timeout_s) {
-            const channel::ConnectRequest request{transport, true, std::move(hellos)};
+          [](Client& self, const std::string& worker_id, uint64_t epoch, const std::string& transport,
+             std::vector<std::string> hellos, double timeout_s) {
+            const ConnectRequest request{worker_id, epoch, transport, std::move(hellos)};
             const Accepted accepted =
                 take(without_gil([&] { return self.connect(request, to_ns(timeout_s)); }));
             return py::make_tuple(accepted.connection_id, bytes_list(accepted.replies),
                                   bytes_list(accepted.pool_keys), bytes_list(accepted.lease_keys));
           },
-          py::arg("transport"), py::arg("hellos"), py::arg("timeout_s"))
+          py::arg("worker_id"), py::arg("epoch"), py::arg("transport"), py::arg("hellos"),
+          py::arg("timeout_s"))
       .def(
           "settle",
           [](Client& self, uint32_t slot, uint64_t nonce, double timeout_s) {
@@ -107,7 +107,7 @@ void register_channel(py::module_& m) {
             check(without_gil([&] { return self.publish(std::move(card)); }));
           },
           py::arg("card"))
-      .def("dial", &dial, py::arg("addresses"), py::arg("instance"), py::arg("secret"), py::arg("needs_tls"),
+      .def("dial", &dial, py::arg("addresses"), py::arg("instance"), py::arg("secret"), py::arg("flags"),
            py::arg("timeout_s"))
       .def("close", [](Channel& self) { run_whole([&self] { self.close(); }); });
 }

@@ -125,8 +125,13 @@ Outcome take_setup(const kvl_worker_options* given, WorkerSetup& setup) {
     if (Outcome outcome = take_text(from, *into, name, most); !outcome.ok()) return outcome;
   }
   if (Status status = check_name(setup.worker_id, "worker_id"); !status.ok()) return status;
-  if (options.flags != 0) return refuse("kvl_worker_options.flags has bits that are not known");
-  if (options.port > 65535) return refuse("port must be 0 to 65535");
+  if (options.flags & ~uint32_t{KVL_WORKER_CHANNEL})
+    return refuse("kvl_worker_options.flags has bits that are not known");
+  if (options.port > 65535 || options.channel_port > 65535) return refuse("a port must be 0 to 65535");
+  if (options.reserved != 0) return refuse("kvl_worker_options.reserved must be 0");
+  setup.listens = (options.flags & KVL_WORKER_CHANNEL) != 0;
+  setup.channel_port = static_cast<uint16_t>(options.channel_port);
+  if (setup.channel_port != 0 && !setup.listens) return refuse("channel_port needs KVL_WORKER_CHANNEL");
   setup.ticket_keys = split(keys, '\n');
   if (Outcome outcome = check_keys(setup.ticket_keys); !outcome.ok()) return outcome;
   if (names.empty()) names = nics.empty() ? "shm,cma,tcp" : "shm,cma,verbs,tcp";
@@ -146,8 +151,7 @@ Outcome take_setup(const kvl_worker_options* given, WorkerSetup& setup) {
 }
 
 Outcome add_region(MemoryRange range, std::shared_ptr<HostMemory> memory, kvl_handle* region) {
-  *region = Table::get().add(std::make_shared<Region>(std::move(range), std::move(memory)));
-  return {};
+  return Table::get().add(std::make_shared<Region>(std::move(range), std::move(memory)), *region);
 }
 
 Outcome start_pull(const kvl_pull_options* options, kvl_handle* handle) {
@@ -159,7 +163,8 @@ Outcome start_pull(const kvl_pull_options* options, kvl_handle* handle) {
     if (!pull->done()) pull->wait(-1);
     return PullObject::outcome_of(*pull);
   }
-  *handle = Table::get().add(std::make_shared<PullObject>(terms.peer(), pull, terms.options().user));
+  auto object = std::make_shared<PullObject>(terms.peer(), pull, terms.options().user);
+  if (Outcome outcome = Table::get().add(std::move(object), *handle); !outcome.ok()) return outcome;
   if (terms.options().flags & KVL_PULL_NOTIFY) {
     const auto& queue = terms.peer()->worker()->queue();
     if (!pull->notify(queue, *handle)) queue->push(*handle);
@@ -246,8 +251,7 @@ int32_t kvl_worker_open(const kvl_worker_options* options, kvl_handle* worker, k
     if (Outcome outcome = take_setup(options, setup); !outcome.ok()) return outcome;
     Result<std::shared_ptr<Worker>> opened = Worker::open(std::move(setup));
     if (!opened.ok()) return opened.status();
-    *worker = Table::get().add(std::move(*opened));
-    return {};
+    return Table::get().add(std::move(*opened), *worker);
   });
 }
 
@@ -325,8 +329,7 @@ int32_t kvl_peer_open(kvl_handle worker, const void* card, uint64_t card_bytes, 
     if (Outcome outcome = take_time(timeout_us, kConnectUs, timeout_ns); !outcome.ok()) return outcome;
     Result<std::shared_ptr<Peer>> opened = Peer::open(found, bytes, timeout_ns);
     if (!opened.ok()) return opened.status();
-    *peer = Table::get().add(std::move(*opened));
-    return {};
+    return Table::get().add(std::move(*opened), *peer);
   });
 }
 
@@ -339,6 +342,16 @@ int32_t kvl_peer_step(kvl_handle peer, const void* answer, uint64_t answer_bytes
     if (Outcome outcome = space.check(); !outcome.ok()) return outcome;
     return found->step(bytes, space);
   });
+}
+
+int32_t kvl_peer_connect(kvl_handle peer, uint64_t user, kvl_error* error) {
+  return call_on<Peer>(peer, error,
+                       [&](const std::shared_ptr<Peer>& found) { return Peer::connect(found, peer, user); });
+}
+
+int32_t kvl_peer_wait(kvl_handle peer, uint64_t timeout_us, kvl_error* error) {
+  return call_on<Peer>(peer, error,
+                       [&](const std::shared_ptr<Peer>& found) { return found->wait(wait_ns(timeout_us)); });
 }
 
 int32_t kvl_offer_open(kvl_handle worker, const kvl_offer_options* options, kvl_handle* offer,
@@ -391,8 +404,7 @@ int32_t kvl_plan_make(const kvl_pull_options* options, kvl_handle* plan, kvl_err
     if (Outcome outcome = terms.take(options); !outcome.ok()) return outcome;
     std::shared_ptr<PlanObject> made;
     if (Outcome outcome = terms.prepare(made); !outcome.ok()) return outcome;
-    *plan = Table::get().add(std::move(made));
-    return {};
+    return Table::get().add(std::move(made), *plan);
   });
 }
 
@@ -402,8 +414,7 @@ int32_t kvl_pull_start(const kvl_pull_options* options, kvl_handle* pull, kvl_er
 
 int32_t kvl_pull_wait(kvl_handle pull, uint64_t timeout_us, kvl_error* error) {
   return call_on<PullObject>(pull, error, [&](const std::shared_ptr<PullObject>& found) {
-    const bool for_ever = timeout_us > kMostUs;
-    if (!found->pull().done()) found->pull().wait(for_ever ? -1 : static_cast<int64_t>(timeout_us) * 1000);
+    if (!found->pull().done()) found->pull().wait(wait_ns(timeout_us));
     return found->outcome();
   });
 }

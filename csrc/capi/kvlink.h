@@ -35,7 +35,7 @@ extern "C" {
 /* The version of this interface. A later minor version adds functions, and fields at the end of structures.
  */
 #define KVL_VERSION_MAJOR 1
-#define KVL_VERSION_MINOR 0
+#define KVL_VERSION_MINOR 1 /* from 1 on: the native channel */
 
 /* Stands for an object. A handle of a closed object stays invalid. 0 is none. */
 typedef uint64_t kvl_handle;
@@ -89,9 +89,13 @@ KVL_API int32_t kvl_region_wrap(void* base, uint64_t bytes, kvl_handle* region, 
 
 /* Workers: one has the blocks of one model, offers them and pulls into them. */
 
+enum {
+  KVL_WORKER_CHANNEL = 1 /* listens for readers that connect by kvl_peer_connect, or in Python */
+};
+
 typedef struct kvl_worker_options {
   uint32_t size;
-  uint32_t flags;        /* 0 */
+  uint32_t flags;
   const char* worker_id; /* unique among the workers that meet */
   const char*
       transports;   /* best first, "shm,cma,tcp"; NULL: these, and verbs before tcp where ports are named */
@@ -107,6 +111,8 @@ typedef struct kvl_worker_options {
   uint32_t num_progress_threads; /* 0: 1 */
   uint32_t num_lanes;            /* of a connection; 0: as many as the transport needs */
   uint64_t inline_us;            /* pulls that should take no longer run on the calling thread; 0: 500 */
+  uint32_t channel_port;         /* of KVL_WORKER_CHANNEL, at `host`; 0: any */
+  uint32_t reserved;
 } kvl_worker_options;
 
 /* One layer's K, or V, or both side by side. This structure never changes. */
@@ -164,29 +170,35 @@ typedef struct kvl_worker_stats {
 /* Counts the leases of a worker. */
 KVL_API int32_t kvl_worker_count(kvl_handle worker, kvl_worker_stats* stats, kvl_error* error);
 
-enum { KVL_EVENT_PULL_ENDED = 1, KVL_EVENT_OFFER_ENDED = 2 };
+enum {
+  KVL_EVENT_PULL_ENDED = 1,
+  KVL_EVENT_OFFER_ENDED = 2,
+  KVL_EVENT_PEER_CONNECTED = 3 /* or not: of kvl_peer_connect */
+};
 
 typedef struct kvl_event {
   uint32_t size; /* the program sets that of the first, which counts for all */
   uint32_t kind;
   kvl_handle handle;
   uint64_t user; /* of the options */
-  int32_t
-      code; /* how a pull ended; of an offer: KVL_OK settled, KVL_TIMEOUT expired, KVL_CANCELLED aborted */
+  /* how a pull or connecting ended; of an offer: KVL_OK settled, KVL_TIMEOUT expired, KVL_CANCELLED aborted
+   */
+  int32_t code;
   uint32_t reserved;
 } kvl_event;
 
 /* Returns a descriptor that is readable while kvl_events has something. It belongs to the worker. */
 KVL_API int32_t kvl_event_fd(kvl_handle worker, int32_t* fd, kvl_error* error);
 /* Returns at most `capacity` events. The blocks of an offer may be written again from its event on, those of
- * a pull may be read. Pulls with KVL_PULL_NOTIFY have events, and offers unless their program dropped the
- * handle. */
+ * a pull may be read. Pulls with KVL_PULL_NOTIFY have events, peers with kvl_peer_connect, and offers unless
+ * their program dropped the handle. */
 KVL_API int32_t kvl_events(kvl_handle worker, kvl_event* events, uint32_t capacity, uint32_t* num_events,
                            kvl_error* error);
 
 /* Peers: owners that a worker reads from. */
 
-/* Makes a peer from the card of its worker. `timeout_us` is that of each attempt to connect; 0: 10 s. */
+/* Makes a peer from the card of its worker. `timeout_us` is that of each step, or of kvl_peer_connect; 0: 10
+ * s. */
 KVL_API int32_t kvl_peer_open(kvl_handle worker, const void* card, uint64_t card_bytes, uint64_t timeout_us,
                               kvl_handle* peer, kvl_error* error);
 /* Connects, step by step. The first call has no input. While *out_bytes is not 0, the program carries the
@@ -195,6 +207,13 @@ KVL_API int32_t kvl_peer_open(kvl_handle worker, const void* card, uint64_t card
  * until the timeout. */
 KVL_API int32_t kvl_peer_step(kvl_handle peer, const void* answer, uint64_t answer_bytes, void* out,
                               uint64_t capacity, uint64_t* out_bytes, kvl_error* error);
+/* Begins to connect by the owner's native channel, on threads of the library, in place of kvl_peer_step. An
+ * event tells how that ended. From then on the pulls of the peer end as soon as the owner's process does.
+ * KVL_CONFIG if the card has no channel. */
+KVL_API int32_t kvl_peer_connect(kvl_handle peer, uint64_t user, kvl_error* error);
+/* Waits until a peer that kvl_peer_connect connects is connected, or returns why it is not; KVL_PENDING after
+ * the time. UINT64_MAX: as long as it takes. */
+KVL_API int32_t kvl_peer_wait(kvl_handle peer, uint64_t timeout_us, kvl_error* error);
 
 /* Offers: blocks that stay as they are until their readers have read them, or their time is up. */
 

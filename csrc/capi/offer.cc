@@ -105,8 +105,7 @@ Outcome Offer::open(const std::shared_ptr<Worker>& worker, const kvl_offer_optio
   ticket.rank = static_cast<uint16_t>(layout.tp_rank);
   ticket.num_ranks = static_cast<uint16_t>(layout.tp_size);
   ticket.model = worker->model();
-  const auto offer = std::make_shared<Offer>(worker);
-  handle = Table::get().add(offer);
+  handle = Table::get().reserve();
   worker->follow_offer(handle, options.user);
   Outcome outcome = [&]() -> Outcome {
     auto seats = worker->engine().grant(handle, std::max(options.readers, 1u), ticket.ready, ttl_ns);
@@ -114,8 +113,8 @@ Outcome Offer::open(const std::shared_ptr<Worker>& worker, const kvl_offer_optio
     ticket.seats = std::move(*seats);
     if (!worker->setup().ticket_keys.empty()) sign_ticket(ticket, worker->setup().ticket_keys.front());
     Result<std::string> written = write_ticket(ticket);
-    if (written.ok()) offer->ticket_ = std::move(*written);
-    return written.status();
+    if (!written.ok()) return written.status();
+    return Table::get().put(handle, std::make_shared<Offer>(worker, std::move(*written)));
   }();
   if (outcome.ok()) return outcome;
   worker->forget_offer(handle);

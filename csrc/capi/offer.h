@@ -19,12 +19,13 @@ class Offer final : public Object {
   /// Grants the lease, whose number is the handle.
   static Outcome open(const std::shared_ptr<Worker>& worker, const kvl_offer_options* options,
                       kvl_handle& handle);
-  explicit Offer(std::shared_ptr<Worker> worker) : Object(kKind, std::move(worker)) {}
+  Offer(std::shared_ptr<Worker> worker, std::string ticket)
+      : Object(kKind, std::move(worker)), ticket_(std::move(ticket)) {}
 
-  const std::string& ticket() const { return ticket_; }  // constant once the program has the handle
+  const std::string& ticket() const { return ticket_; }
 
  private:
-  std::string ticket_;
+  const std::string ticket_;
 };
 
 }  // namespace kvlink::capi

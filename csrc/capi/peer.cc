@@ -2,25 +2,45 @@
 #include "capi/peer.h"
 
 #include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <exception>
 
 #include "capi/layouts.h"
 #include "codec/connect.h"
-#include "engine/prior_cost.h"
 
 namespace kvlink::capi {
 namespace {
 
-/// Returns whether a failure is that of the owner or of this worker, so that no other transport helps.
-bool is_final(const Status& status) {
-  return status.code() == Code::kStaleBlocks || status.code() == Code::kCancelled;
+template <size_t size>
+void copy_bytes(std::string_view from, std::array<char, size>& into) {
+  std::memcpy(into.data(), from.data(), std::min(from.size(), size));
+}
+
+channel::OwnerCard owner_of(const WorkerCard& card) {
+  channel::OwnerCard owner{card.worker_id, card.epoch, {}, {}};
+  for (const CardTransport& each : card.transports) {
+    owner.transports.push_back(
+        {each.name, each.address, each.pool_keys, each.lease_keys, each.refused, {}, each.bounces});
+  }
+  if (card.channel) {
+    owner.channel.addresses = card.channel->addresses;
+    owner.channel.flags = card.channel->flags;
+    copy_bytes(card.channel->instance, owner.channel.credentials.instance);
+    copy_bytes(card.channel->secret, owner.channel.credentials.secret);
+  }
+  return owner;
+}
+
+Result<Accepted> read_answer(std::string_view answer) {
+  if (answer.empty()) return Status::Unreachable("the owner did not answer");
+  Result<ConnectReply> reply = read_connect_reply(answer);
+  if (!reply.ok()) return reply.status();
+  return channel::accepted_of(std::move(*reply));
 }
 
 }  // namespace
-
-Peer::Peer(std::shared_ptr<Worker> worker, WorkerCard card, int64_t timeout_ns)
-    : Object(kKind, std::move(worker)), card_(std::move(card)), timeout_ns_(timeout_ns) {
-  find_candidates();
-}
 
 Result<std::shared_ptr<Peer>> Peer::open(std::shared_ptr<Worker> worker, std::string_view sealed_card,
                                          int64_t timeout_ns) {
@@ -31,85 +51,97 @@ Result<std::shared_ptr<Peer>> Peer::open(std::shared_ptr<Worker> worker, std::st
   return std::make_shared<Peer>(std::move(worker), std::move(*card), timeout_ns);
 }
 
-/// In the order of this worker, as in Python.
-void Peer::find_candidates() {
-  for (const TransportAccess& own : worker()->engine().access()) {
-    const auto theirs = std::find_if(card_.transports.begin(), card_.transports.end(),
-                                     [&own](const CardTransport& each) { return each.name == own.name; });
-    if (theirs == card_.transports.end()) {
-      refusals_.push_back({own.name, Status::Unavailable(card_.worker_id + " does not offer it", {})});
-    } else if (!theirs->refused.empty()) {
-      refusals_.push_back(
-          {own.name,
-           Status::Unavailable(card_.worker_id + " cannot export its pool: " + theirs->refused, {})});
-    } else {
-      candidates_.push_back(&*theirs);
-    }
-  }
-}
-
 Outcome Peer::step(std::string_view answer, const Space& space) {
   const std::lock_guard stepping(stepping_);
-  if (message_.empty() && failed_.ok() && !ready()) {
-    if (!transport_.empty()) {
-      const std::string transport = std::exchange(transport_, {});
-      Status status = take_answer(answer);
-      if (is_final(status)) failed_ = status;
-      const std::lock_guard lock(mutex_);
-      if (!status.ok()) refusals_.push_back({transport, std::move(status)});
-    }
-    if (failed_.ok() && !ready() && !ask_next()) failed_ = why_none();
+  {
+    const std::lock_guard lock(mutex_);
+    if (way_ == Way::kChannel) return refuse("the peer connects by the native channel: see kvl_peer_wait");
+    way_ = Way::kSteps;
   }
-  if (!failed_.ok()) return failed_;
+  if (message_.empty() && !ready() && failed().ok()) advance(answer);
+  if (Status why = failed(); !why.ok()) return why;
   Outcome given = space.give(message_);
   if (given.ok()) message_.clear();
   return given;
 }
 
-/// Opens lanes over the next transport that has some, and writes the message to the owner. Returns false if
-/// there is none.
-bool Peer::ask_next() {
-  while (next_ < candidates_.size()) {
-    const CardTransport& offered = *candidates_[next_++];
-    Result<std::shared_ptr<Connection>> opened = worker()->engine().open(
-        offered.name, offered.address, std::make_shared<PathStats>(prior_cost(offered.name)),
-        {card_.worker_id, card_.epoch});
-    const std::lock_guard lock(mutex_);
-    if (closed_) return false;
-    if (!opened.ok()) {
-      refusals_.push_back({offered.name, opened.status()});
-      continue;
-    }
-    connection_ = std::move(*opened);
-    transport_ = offered.name;
-    message_ = write_connect_request({card_.worker_id, card_.epoch, offered.name, connection_->hellos()});
-    return true;
+/// REQUIRES stepping_.
+void Peer::advance(std::string_view answer) {
+  if (search_) {
+    const Status status = search_->take(read_answer(answer), timeout_ns_);
+    if (status.ok()) return take(search_->path());
+    if (channel::concerns_all(status)) return take(status);
+  } else {
+    search_.emplace(worker()->engine(), owner_of(card_));
   }
-  return false;
+  const std::optional<ConnectRequest> request = search_->next();
+  {
+    const std::lock_guard lock(mutex_);
+    path_.refusals = search_->refusals();
+    path_.connection = search_->connection();
+  }
+  if (!request) return take(search_->outcome());
+  if (!failed().ok()) return search_->connection()->close();  // by close(), which did not know it
+  message_ = write_connect_request(*request);
 }
 
-Status Peer::take_answer(std::string_view answer) {
-  if (answer.empty()) return Status::Unreachable("the owner did not answer");
-  Result<ConnectReply> reply = read_connect_reply(answer);
-  if (!reply.ok()) return reply.status();
-  return reply->refusal.ok() ? establish(*reply) : reply->refusal;
-}
-
-Status Peer::establish(const ConnectReply& reply) {
-  const CardTransport& offered = *candidates_[next_ - 1];
-  // Nobody else changes it: only step() does.
-  Result<std::vector<uint32_t>> regions = connection_->establish(
-      static_cast<uint32_t>(reply.connection_id), reply.replies,
-      reply.pool_keys.empty() ? offered.pool_keys : reply.pool_keys,
-      reply.lease_keys.empty() ? offered.lease_keys : reply.lease_keys, card_.epoch, timeout_ns_);
-  if (!regions.ok()) return regions.status();
-  if (Status status = make_planners(*regions); !status.ok()) return status;
-  ready_.store(true, std::memory_order_release);
+Outcome Peer::connect(const std::shared_ptr<Peer>& peer, kvl_handle handle, uint64_t user) {
+  if (!peer->card_.channel) {
+    return refuse("the card of " + peer->card_.worker_id +
+                  " has no native channel: open its worker with KVL_WORKER_CHANNEL (KVLINK_CHANNEL in "
+                  "Python), or connect by kvl_peer_step");
+  }
+  const Result<channel::Connector*> connector = peer->worker()->connector();
+  if (!connector.ok()) return connector.status();
+  const std::lock_guard lock(peer->mutex_);
+  if (peer->closed_) return Status::Cancelled("the peer was closed");
+  if (peer->way_ != Way::kNone) return refuse("the peer has begun to connect: close it, and open another");
+  peer->way_ = Way::kChannel;
+  peer->user_ = user;
+  peer->attempt_ = (*connector)
+                       ->start(owner_of(peer->card_), peer->timeout_ns_,
+                               [known = std::weak_ptr(peer), handle](Result<channel::Path> outcome) {
+                                 const std::shared_ptr<Peer> peer = known.lock();
+                                 if (!peer) return;
+                                 peer->take(std::move(outcome));
+                                 peer->worker()->queue()->push(handle);
+                               });
   return {};
 }
 
+/// Takes how connecting ended.
+void Peer::take(Result<channel::Path> outcome) {
+  Status why = outcome.status();
+  try {
+    if (why.ok()) why = make_planners(outcome->regions);
+  } catch (const std::exception& broken) {
+    why = Status{Code::kPeerUnreachable, broken.what()};
+  }
+  std::shared_ptr<Connection> useless;
+  {
+    const std::lock_guard lock(mutex_);
+    if (outcome.ok()) path_ = std::move(*outcome);
+    if (failed_.ok()) failed_ = std::move(why);  // else close() came first
+    ready_.store(failed_.ok(), std::memory_order_release);
+    if (!failed_.ok()) useless = path_.connection;
+  }
+  changed_.notify_all();
+  if (useless) useless->close();
+}
+
+Outcome Peer::wait(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  if (way_ != Way::kChannel) return refuse("this peer does not connect by kvl_peer_connect");
+  const auto ended = [this] { return ready() || !failed_.ok(); };
+  if (timeout_ns < 0) {
+    changed_.wait(lock, ended);
+  } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended)) {
+    return {KVL_PENDING, "the peer is connecting"};
+  }
+  return failed_;
+}
+
 Status Peer::make_planners(const std::vector<uint32_t>& regions) {
-  planners_.clear();
   for (size_t group = 0; group < card_.layouts.size(); ++group) {
     const Layout &own = worker()->groups()[group].memory, &theirs = card_.layouts[group].memory;
     auto planner = Planner::make(own, theirs, worker()->ranges(), card_.region_bytes, regions,
@@ -120,18 +152,14 @@ Status Peer::make_planners(const std::vector<uint32_t>& regions) {
   return {};
 }
 
-/// Returns the error of a peer without a path. It can be tried again if one of the transports can.
-Status Peer::why_none() const {
+Status Peer::failed() const {
   const std::lock_guard lock(mutex_);
-  if (closed_) return Status::Cancelled("the peer was closed");
-  if (refusals_.size() == 1) return refusals_.front().why;
-  std::string text = "no transport reaches " + card_.worker_id + " (";
-  Code code = Code::kTransportUnavailable;
-  for (const auto& [transport, why] : refusals_) {
-    if (why.code() == Code::kPeerUnreachable || why.code() == Code::kTimeout) code = Code::kPeerUnreachable;
-    text += (&why == &refusals_.front().why ? "" : "; ") + transport + ": " + why.sentence();
-  }
-  return {code, text + (refusals_.empty() ? "none in common)" : ")")};
+  return failed_;
+}
+
+uint64_t Peer::user() const {
+  const std::lock_guard lock(mutex_);
+  return user_;
 }
 
 Outcome Peer::close() {
@@ -139,8 +167,11 @@ Outcome Peer::close() {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    connection = connection_;
+    if (!ready() && failed_.ok()) failed_ = Status::Cancelled("the peer was closed");
+    if (attempt_) attempt_->give_up();
+    connection = path_.connection;
   }
+  changed_.notify_all();
   if (connection) connection->close();
   return {};
 }
@@ -151,11 +182,12 @@ std::string Peer::explain() const {
   if (!ready()) {
     text += "not connected";
   } else {
-    text += candidates_[next_ - 1]->name +
-            (connection_->broken() ? ", broken: " + connection_->why_broken() : "");
-    for (const std::string& path : connection_->paths()) text += path.empty() ? "" : "\npath " + path;
+    text +=
+        path_.transport + (path_.connection->broken() ? ", broken: " + path_.connection->why_broken() : "");
+    for (const std::string& path : path_.connection->paths()) text += path.empty() ? "" : "\npath " + path;
   }
-  for (const auto& [transport, why] : refusals_) text += "\nnot " + transport + ": " + why.sentence();
+  for (const channel::PathRefusal& each : path_.refusals)
+    text += "\nnot " + each.transport + ": " + each.why.sentence();
   return text;
 }
 

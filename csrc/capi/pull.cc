@@ -47,7 +47,7 @@ Outcome PullTerms::take(const kvl_pull_options* options) {
     peer_ = Table::get().find<Peer>(options_.peer);
     if (!peer_) return {KVL_HANDLE, "there is no peer with this handle"};
   }
-  if (!peer_->ready()) return refuse("the peer is not connected: see kvl_peer_step");
+  if (!peer_->ready()) return refuse("the peer is not connected: see kvl_peer_connect and kvl_peer_step");
   std::string_view bytes;
   if (Outcome outcome = take_bytes(options_.ticket, options_.ticket_bytes, bytes, "ticket"); !outcome.ok())
     return outcome;

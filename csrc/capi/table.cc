@@ -5,6 +5,8 @@
 #include <atomic>
 #include <limits>
 
+#include "capi/worker.h"
+
 namespace kvlink::capi {
 namespace {
 
@@ -44,7 +46,7 @@ bool Table::inherited() {
   return table && table->process_.inherited();
 }
 
-kvl_handle Table::add(std::shared_ptr<Object> object) {
+kvl_handle Table::reserve() {
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
     free_.reserve(entries_.size() + 1);
@@ -53,9 +55,25 @@ kvl_handle Table::add(std::shared_ptr<Object> object) {
   }
   const uint32_t index = free_.back();
   free_.pop_back();
-  Entry& found = entries_[index];
-  found.object = std::move(object);
-  return kvl_handle{found.generation} << 32 | index;
+  return kvl_handle{entries_[index].generation} << 32 | index;
+}
+
+Outcome Table::put(kvl_handle reserved, std::shared_ptr<Object> object) {
+  const std::lock_guard lock(mutex_);
+  const auto index = static_cast<uint32_t>(reserved);
+  if (object->worker() && object->worker()->closed()) {  // take_children() has been here, or comes yet
+    drop(index);
+    return Status::Cancelled("the worker was closed");
+  }
+  entries_[index].object = std::move(object);
+  return {};
+}
+
+Outcome Table::add(std::shared_ptr<Object> object, kvl_handle& handle) {
+  const kvl_handle reserved = reserve();
+  Outcome outcome = put(reserved, std::move(object));
+  if (outcome.ok()) handle = reserved;
+  return outcome;
 }
 
 Table::Entry* Table::entry(kvl_handle handle) {
@@ -80,10 +98,10 @@ void Table::drop(uint32_t index) {
 void Table::remove(kvl_handle handle) {
   std::shared_ptr<Object> kept;  // its destructor must not run under the lock
   const std::lock_guard lock(mutex_);
-  const Entry* const found = entry(handle);
-  if (!found) return;
-  kept = found->object;
-  drop(static_cast<uint32_t>(handle));
+  const auto index = static_cast<uint32_t>(handle);
+  if (index >= entries_.size() || entries_[index].generation != handle >> 32) return;
+  kept = entries_[index].object;
+  drop(index);
 }
 
 std::vector<std::shared_ptr<Object>> Table::take_children(const Worker& worker) {

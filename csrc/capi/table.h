@@ -46,8 +46,12 @@ class Table {
   /// Returns whether this process was forked from one that has a table. Nothing of it may be used then.
   static bool inherited();
 
+  /// Returns a handle that is nobody's until put() or remove().
+  kvl_handle reserve();
+  /// Refuses an object whose worker was closed, and then the handle stays invalid.
+  Outcome put(kvl_handle reserved, std::shared_ptr<Object> object);
   /// REQUIRES an object without a handle.
-  kvl_handle add(std::shared_ptr<Object> object);
+  Outcome add(std::shared_ptr<Object> object, kvl_handle& handle);
   /// Null if the handle is not, or no longer, that of an object.
   std::shared_ptr<Object> find(kvl_handle handle);
   /// The same for an object of one kind, whose class is T.

@@ -17,4 +17,7 @@ inline Outcome take_time(uint64_t us, uint64_t usual, int64_t& ns) {
   return {};
 }
 
+/// Takes the time of a wait, where more than a day is as long as it takes.
+inline int64_t wait_ns(uint64_t us) { return us > kMostUs ? -1 : static_cast<int64_t>(us) * 1000; }
+
 }  // namespace kvlink::capi

@@ -9,7 +9,6 @@
 #include "base/host_identity.h"
 #include "capi/layouts.h"
 #include "capi/pull.h"
-#include "codec/connect.h"
 #include "plan/layout_check.h"
 
 namespace kvlink::capi {
@@ -103,6 +102,7 @@ Outcome Worker::start() {
     if (Status status = check_planes_apart(group.memory, "layout"); !status.ok()) return status;
   }
   if (Status status = engine_->start(); !status.ok()) return status;
+  if (Status status = setup_.listens ? listen() : Status{}; !status.ok()) return status;
   engine_->watch_ended(queue_);
   model_ = model_number(groups_.front().model);
   started_.store(true, std::memory_order_release);
@@ -114,7 +114,8 @@ Result<std::string> Worker::card() const {
   card.worker_id = id();
   card.epoch = epoch();
   card.incarnation = incarnation_;
-  card.agent = setup_.agent.empty() ? kNoAgent : setup_.agent;
+  card.agent = setup_.agent.empty() && !listens_at_ ? kNoAgent : setup_.agent;
+  card.channel = listens_at_;
   card.host = {boot_id(), namespace_inode("pid"), namespace_inode("net"), static_cast<uint32_t>(::getpid()),
                static_cast<uint32_t>(::getuid())};
   card.layouts = groups_;
@@ -127,57 +128,81 @@ Result<std::string> Worker::card() const {
   return seal_card(card);
 }
 
-std::string Worker::answer(uint64_t caller, std::string_view message, Status& why) {
-  ConnectReply reply;
-  const Result<ConnectRequest> request = read_connect_request(message);
-  if (!request.ok()) {
-    why = request.status();
-  } else if (request->worker_id != id() || request->epoch != epoch()) {
-    why = Status::Stale(StaleReason::kRestarted, "the call is for worker " + request->worker_id + " epoch " +
-                                                     std::to_string(request->epoch) + ", and " + id() +
-                                                     " epoch " + std::to_string(epoch()) + " answers");
-  } else {
-    Result<Accepted> accepted =
-        engine_->accept(request->transport, request->hellos, request->takes_keys, caller);
-    if (accepted.ok()) {
-      reply = {accepted->connection_id,
-               std::move(accepted->replies),
-               std::move(accepted->pool_keys),
-               std::move(accepted->lease_keys),
-               {}};
-    } else {
-      why = accepted.status();
-    }
-  }
-  reply.refusal = why;
-  return write_connect_reply(reply);
+Result<Accepted> Worker::accept(const ConnectRequest& request, uint64_t caller) {
+  if (request.worker_id == id() && request.epoch == epoch())
+    return engine_->accept(request.transport, request.hellos, request.takes_keys, caller);
+  return Status::Stale(StaleReason::kRestarted, "the call is for worker " + request.worker_id + " epoch " +
+                                                    std::to_string(request.epoch) + ", and " + id() +
+                                                    " epoch " + std::to_string(epoch()) + " answers");
 }
 
 Outcome Worker::answer_into(uint64_t caller, std::string_view message, const Space& space) {
   std::string reply;
   {
     const std::lock_guard lock(answers_mutex_);
-    const auto found = std::find_if(answers_.begin(), answers_.end(),
-                                    [message](const auto& kept) { return kept.first == message; });
+    const auto found = std::find_if(answers_.begin(), answers_.end(), [&](const Answer& kept) {
+      return kept.caller == caller && kept.message == message;
+    });
     if (found != answers_.end()) {
-      reply = std::move(found->second);
+      reply = std::move(found->reply);
       answers_.erase(found);
     }
   }
   Status why;
   if (reply.empty()) {
-    reply = answer(caller, message, why);
+    const Result<ConnectRequest> request = read_connect_request(message);
+    const ConnectReply made =
+        channel::reply_of(request.ok() ? accept(*request, caller) : Result<Accepted>(request.status()));
+    why = made.refusal;
+    reply = write_connect_reply(made);
   } else if (const Result<ConnectReply> kept = read_connect_reply(reply); kept.ok()) {
     why = kept->refusal;
   }
   Outcome given = space.give(reply);
   if (!given.ok()) {
     const std::lock_guard lock(answers_mutex_);
-    answers_.emplace_back(message, std::move(reply));
+    answers_.push_back({caller, std::string(message), std::move(reply)});
     if (answers_.size() > kMostAnswers) answers_.pop_front();
     return given;
   }
   return why;
+}
+
+/// REQUIRES mutex_.
+Status Worker::open_channel() {
+  if (channel_) return {};
+  Result<std::shared_ptr<channel::Channel>> made = channel::Channel::make();
+  if (!made.ok()) return made.status();
+  channel_ = std::move(*made);
+  return {};
+}
+
+/// REQUIRES mutex_.
+Status Worker::listen() {
+  if (Status status = open_channel(); !status.ok()) return status;
+  channel::Serving serving = channel::serving(*engine_);
+  serving.accept = [this](const ConnectRequest& request, uint64_t caller) { return accept(request, caller); };
+  const TransportOptions& options = setup_.engine.transport;
+  const Result<channel::ChannelAddress> at =
+      channel_->listen(std::move(serving), options.host, setup_.channel_port, options.advertise);
+  if (!at.ok()) return at.status();
+  const auto& [instance, secret] = at->credentials;
+  listens_at_ = {at->addresses, std::string(instance.begin(), instance.end()),
+                 std::string(secret.begin(), secret.end()), at->flags};
+  const Result<std::string> sealed = card();
+  return sealed.ok() ? channel_->publish(*sealed) : sealed.status();
+}
+
+Result<channel::Connector*> Worker::connector() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return Status::Cancelled("the worker was closed");
+  if (!connector_) {
+    if (Status status = open_channel(); !status.ok()) return status;
+    Result<std::unique_ptr<channel::Connector>> made = channel::Connector::make(channel_, *engine_);
+    if (!made.ok()) return made.status();
+    connector_ = std::move(*made);
+  }
+  return connector_.get();
 }
 
 Outcome Worker::count(kvl_worker_stats& stats) {
@@ -193,11 +218,14 @@ Outcome Worker::count(kvl_worker_stats& stats) {
 Outcome Worker::close() {
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(closed_, true)) return {};
+    if (closed_.exchange(true)) return {};
   }
   // Their pulls may wait; what they have under way ends with the engine's connections.
   std::vector<std::shared_ptr<Object>> children = Table::get().take_children(*this);
+  if (connector_) connector_->give_up();  // constant from here on, as the channel is
   engine_->close();
+  if (connector_) connector_->close();
+  if (channel_) channel_->close();
   for (const std::shared_ptr<Object>& child : children) static_cast<void>(child->close());
   for (const std::shared_ptr<Region>& region : regions_) region->end_use();
   queue_->close();
@@ -244,9 +272,13 @@ std::vector<kvl_event> Worker::take_events(size_t most) {
   const std::lock_guard lock(events_mutex_);
   bool leases_ended = false;
   for (const uint64_t token : queue_->drain()) {
-    const auto pull = Table::get().find<PullObject>(token);
-    leases_ended = leases_ended || !pull;
-    if (pull) add_event(KVL_EVENT_PULL_ENDED, token, pull->user(), pull->outcome().code());
+    if (const auto pull = Table::get().find<PullObject>(token)) {
+      add_event(KVL_EVENT_PULL_ENDED, token, pull->user(), pull->outcome().code());
+    } else if (const auto peer = Table::get().find<Peer>(token)) {
+      add_event(KVL_EVENT_PEER_CONNECTED, token, peer->user(), Outcome(peer->failed()).code());
+    } else {
+      leases_ended = true;
+    }
   }
   if (leases_ended) collect_ended();
   std::vector<kvl_event> taken;

@@ -7,13 +7,16 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/completion_queue.h"
 #include "capi/table.h"
+#include "channel/connect.h"
 #include "codec/card.h"
+#include "codec/connect.h"
 #include "engine/engine.h"
 
 namespace kvlink::capi {
@@ -43,6 +46,8 @@ struct WorkerSetup {
   std::string worker_id, agent;
   std::vector<std::string> ticket_keys;
   EngineOptions engine;
+  bool listens = false;  // for readers that connect by the native channel
+  uint16_t channel_port = 0;
 };
 
 class Worker final : public Object {
@@ -55,15 +60,16 @@ class Worker final : public Object {
   Outcome add_group(CardLayout layout);
   Outcome start();
   Result<std::string> card() const;
-  /// Returns the answer to a reader, which may be a refusal, and then sets `why`.
-  std::string answer(uint64_t caller, std::string_view message, Status& why);
-  /// The same, through space of the program: an answer that does not fit is kept for the next call.
+  /// Answers a reader. An answer that does not fit is kept for the next call of the same caller.
   Outcome answer_into(uint64_t caller, std::string_view message, const Space& space);
+  /// Returns what connects by the native channel, until the worker is closed.
+  Result<channel::Connector*> connector();
   Outcome count(kvl_worker_stats& stats);
   Outcome close() override;
   std::string explain() const override;
 
   bool started() const { return started_.load(std::memory_order_acquire); }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
   Engine& engine() { return *engine_; }
   // Constant once it has started.
   const std::string& id() const { return setup_.worker_id; }
@@ -82,6 +88,9 @@ class Worker final : public Object {
 
  private:
   Worker(WorkerSetup setup, std::unique_ptr<Engine> engine, std::shared_ptr<CompletionQueue> queue);
+  Result<Accepted> accept(const ConnectRequest& request, uint64_t caller);
+  Status open_channel();
+  Status listen();
   void collect_ended();
   void add_event(uint32_t kind, kvl_handle handle, uint64_t user, int32_t code);
 
@@ -89,17 +98,23 @@ class Worker final : public Object {
   const std::string incarnation_;
   const std::unique_ptr<Engine> engine_;
   const std::shared_ptr<CompletionQueue> queue_;
-  std::atomic<bool> started_{false};
+  std::atomic<bool> started_{false}, closed_{false};
 
-  std::mutex mutex_;  // guards what follows, until it has started
+  std::mutex mutex_;  // guards what follows; some is constant once it has started
   std::vector<std::shared_ptr<Region>> regions_;
   std::vector<MemoryRange> ranges_;
   std::vector<CardLayout> groups_;
   uint64_t model_ = 0;
-  bool closed_ = false;
+  std::shared_ptr<channel::Channel> channel_;  // null until it is needed
+  std::unique_ptr<channel::Connector> connector_;
+  std::optional<CardChannel> listens_at_;
 
+  struct Answer {
+    uint64_t caller;
+    std::string message, reply;
+  };
   std::mutex answers_mutex_;
-  std::deque<std::pair<std::string, std::string>> answers_;  // that did not fit, by message
+  std::deque<Answer> answers_;  // that did not fit
 
   std::mutex events_mutex_;
   std::unordered_map<kvl_handle, uint64_t> offers_;

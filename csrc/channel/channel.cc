@@ -299,10 +299,10 @@ std::string Channel::start_accept(uint64_t serial, uint64_t caller, uint32_t id,
 }
 
 void Channel::accept_for(uint64_t serial, uint64_t caller, uint32_t id, const ConnectRequest& request) {
-  const Result<Accepted> accepted = accept_by(serving_, request, caller);
-  std::string body = accepted.ok() ? encode_connected(*accepted) : std::string();
+  const ConnectReply reply = reply_of(accept_by(serving_, request, caller));
+  const std::string body = write_connect_reply(reply);
   const Status why = body.size() <= kMaxConnectedBytes
-                         ? accepted.status()
+                         ? reply.refusal
                          : Status::Config("the pool has too many regions for the native channel");
   const std::lock_guard lock(mutex_);
   --num_connects_;
@@ -444,9 +444,14 @@ Result<std::pair<UniqueFd, ReaderSession>> Channel::meet(const tcp::Address& at,
 
 Result<std::shared_ptr<Client>> Channel::dial(const ChannelAddress& to, const Patience& patience) {
   if (Status status = process_.check(); !status.ok()) return status;
-  if (to.needs_tls) {
+  if (to.flags & kNeedsTls) {
     return Status::Unavailable("the worker's card asks for TLS, and the native channel has none",
                                "connect through the worker's agent");
+  }
+  if (to.flags != 0) {
+    return Status::Unavailable("the worker's card has flags " + std::to_string(to.flags) +
+                                   " for its native channel, which this release does not know",
+                               "run the same release at both ends");
   }
   if (to.addresses.empty() || to.addresses.size() > kMaxAddresses) {
     return Status::Config("the native channel of a card has 1 to 4 addresses");

@@ -82,16 +82,16 @@ Result<std::string> Client::card(const Patience& patience) {
 }
 
 Result<Accepted> Client::connect(const ConnectRequest& request, const Patience& patience) {
-  const std::string body = encode_connect(request);
-  if (!parse_connect(body) || body.size() > kMaxConnectBytes) {
+  const std::string body = write_connect_request(request);
+  if (request.hellos.empty() || request.hellos.size() > kMaxHellos || body.size() > kMaxConnectBytes) {
     return Status::Config("a connection over " + request.transport + " has 1 to 64 lanes, and their hellos " +
                           std::to_string(kMaxConnectBytes) + " bytes at most");
   }
   const Result<std::string> answer = ask(Type::kConnect, body, Type::kConnected, patience);
   if (!answer.ok()) return answer.status();
-  std::optional<Accepted> accepted = parse_connected(*answer);
-  if (!accepted) return malformed();
-  return std::move(*accepted);
+  Result<ConnectReply> reply = read_connect_reply(*answer);
+  if (!reply.ok() || !reply->refusal.ok()) return malformed();
+  return accepted_of(std::move(*reply));
 }
 
 Result<bool> Client::settle(const SeatRef& seat, const Patience& patience) {

@@ -2,8 +2,9 @@
 #include "channel/connect.h"
 
 #include <algorithm>
-#include <deque>
 #include <utility>
+
+#include "engine/prior_cost.h"
 
 namespace kvlink::channel {
 namespace {
@@ -13,120 +14,115 @@ std::string plain(const std::string& transport) {
   return transport.starts_with(kFault) ? transport.substr(kFault.size()) : transport;
 }
 
-/// Returns whether the whole attempt ends, and not only one transport.
-bool concerns_owner(const Status& status) {
+}  // namespace
+
+bool concerns_all(const Status& status) {
   return status.code() == Code::kStaleBlocks || status.code() == Code::kCancelled;
 }
 
-class Attempts {
- public:
-  explicit Attempts(const std::string& worker_id) : worker_id_(worker_id) {}
-
-  void refuse(const std::string& transport, const Status& why) {
-    reasons_ += (reasons_.empty() ? "" : "; ") + transport + ": " + why.sentence();
-    tried_.push_back(why);
-  }
-  void leave_out(const std::string& transport, const std::string& why) {
-    reasons_ += (reasons_.empty() ? "" : "; ") + transport + ": " + why;
-    ++num_left_out_;
-  }
-  Status outcome() const {
-    if (tried_.size() == 1 && num_left_out_ == 0) return tried_.front();
-    const std::string what =
-        "no transport reaches " + worker_id_ + " (" + (reasons_.empty() ? "none in common" : reasons_) + ")";
-    const auto may_work_later = [](const Status& status) {
-      return status.code() == Code::kPeerUnreachable || status.code() == Code::kTimeout;
-    };
-    if (std::any_of(tried_.begin(), tried_.end(), may_work_later)) return Status::Unreachable(what);
-    return Status::Unavailable(what, "Run `kvlink doctor` on both hosts");
-  }
-
- private:
-  const std::string worker_id_;
-  std::string reasons_;
-  std::vector<Status> tried_;
-  size_t num_left_out_ = 0;
-};
-
-struct Candidate {
-  std::string own;  // the name at this end
-  const TransportAccess* offered;
-  bool again = false;  // packets of a payload were lost at the first try: this one sends smaller ones
-};
-
-std::deque<Candidate> candidates_of(const Engine& engine, const OwnerCard& card, Attempts& attempts) {
-  std::deque<Candidate> candidates;
-  const std::vector<TransportAccess> own = engine.access();
-  for (const TransportAccess& offered : card.transports) {
-    const auto here = std::find_if(own.begin(), own.end(), [&](const TransportAccess& each) {
-      return plain(each.name) == plain(offered.name);
-    });
-    if (here == own.end()) {
-      attempts.leave_out(offered.name, "this worker does not use it");
-    } else if (!offered.refused.empty()) {
-      attempts.leave_out(offered.name, card.worker_id + " cannot export its pool: " + offered.refused);
+PathSearch::PathSearch(Engine& engine, OwnerCard owner) : engine_(engine), owner_(std::move(owner)) {
+  for (const TransportAccess& own : engine_.access()) {
+    const auto offered =
+        std::find_if(owner_.transports.begin(), owner_.transports.end(),
+                     [&own](const TransportAccess& each) { return plain(each.name) == plain(own.name); });
+    if (offered == owner_.transports.end()) {
+      refuse(own.name, Status::Unavailable(owner_.worker_id + " does not offer it", {}));
+    } else if (!offered->refused.empty()) {
+      refuse(own.name,
+             Status::Unavailable(owner_.worker_id + " cannot export its pool: " + offered->refused, {}));
     } else {
-      candidates.push_back({here->name, &offered});
+      candidates_.push_back({own.name, &*offered});
     }
   }
-  return candidates;
 }
 
-Result<Path> try_one(const Candidate& candidate, const std::shared_ptr<Connection>& connection,
-                     const std::shared_ptr<Client>& client, uint64_t epoch, const Patience& patience) {
-  const TransportAccess& offered = *candidate.offered;
-  const Result<Accepted> accepted = client->connect({offered.name, true, connection->hellos()}, patience);
-  if (!accepted.ok()) return accepted.status();
-  const auto& pool_keys = accepted->pool_keys.empty() ? offered.pool_keys : accepted->pool_keys;
-  const auto& lease_keys = accepted->lease_keys.empty() ? offered.lease_keys : accepted->lease_keys;
-  Result<std::vector<uint32_t>> regions = connection->establish(
-      accepted->connection_id, accepted->replies, pool_keys, lease_keys, epoch, patience.left_ns());
+void PathSearch::refuse(const std::string& transport, Status why, bool tried) {
+  path_.refusals.push_back({transport, std::move(why), tried});
+}
+
+std::optional<ConnectRequest> PathSearch::next() {
+  for (; !candidates_.empty(); candidates_.pop_front()) {
+    const Candidate& candidate = candidates_.front();
+    Result<std::shared_ptr<Connection>> opened = engine_.open(
+        candidate.own, candidate.offered->address, std::make_shared<PathStats>(prior_cost(candidate.own)),
+        {owner_.worker_id, owner_.epoch});
+    if (opened.ok()) {
+      path_.connection = std::move(*opened);
+      return ConnectRequest{owner_.worker_id, owner_.epoch, candidate.offered->name,
+                            path_.connection->hellos()};
+    }
+    refuse(candidate.own, opened.status(), true);
+  }
+  return {};
+}
+
+/// A network that drops all packets must leave time for another transport.
+Patience PathSearch::share(const Patience& patience) const {
+  const bool halve = candidates_.size() > 1 && plain(candidates_.front().own) == "verbs";
+  return halve ? patience.part(2) : patience;
+}
+
+Status PathSearch::take(const Result<Accepted>& answer, int64_t timeout_ns) {
+  const Candidate candidate = std::move(candidates_.front());
+  candidates_.pop_front();
+  Status status = answer.ok() ? establish(*candidate.offered, *answer, timeout_ns) : answer.status();
+  if (status.ok()) return status;
+  if (path_.connection->lost_large() && !candidate.again)
+    candidates_.push_front({candidate.own, candidate.offered, true});
+  path_.connection->close();
+  refuse(candidate.own, status, true);
+  return status;
+}
+
+Status PathSearch::establish(const TransportAccess& offered, const Accepted& accepted, int64_t timeout_ns) {
+  Result<std::vector<uint32_t>> regions = path_.connection->establish(
+      accepted.connection_id, accepted.replies,
+      accepted.pool_keys.empty() ? offered.pool_keys : accepted.pool_keys,
+      accepted.lease_keys.empty() ? offered.lease_keys : accepted.lease_keys, owner_.epoch, timeout_ns);
   if (!regions.ok()) return regions.status();
-  client->end_with_owner(connection);
-  return Path{offered.name, connection, std::move(*regions), client};
+  path_.transport = offered.name;
+  path_.regions = std::move(*regions);
+  return {};
 }
 
-}  // namespace
+Status PathSearch::outcome() const {
+  const auto& refusals = path_.refusals;
+  if (refusals.size() == 1 && refusals.front().tried && candidates_.empty()) return refusals.front().why;
+  std::string reasons;
+  bool may_work_later = false;
+  const auto add = [&reasons](const std::string& transport, const std::string& why) {
+    reasons += (reasons.empty() ? "" : "; ") + transport + ": " + why;
+  };
+  for (const PathRefusal& each : refusals) {
+    add(each.transport, each.why.sentence());
+    may_work_later |= each.why.code() == Code::kPeerUnreachable || each.why.code() == Code::kTimeout;
+  }
+  for (const Candidate& left : candidates_) add(left.own, "no time was left to try it");
+  const std::string what = "no transport reaches " + owner_.worker_id + " (" +
+                           (reasons.empty() ? "none in common" : reasons) + ")";
+  if (may_work_later) return Status::Unreachable(what);
+  return Status::Unavailable(what, "Run `kvlink doctor` on both hosts");
+}
 
 Result<Path> connect(Engine& engine, std::shared_ptr<Client> client, const OwnerCard& card,
                      const Patience& patience) {
-  Attempts attempts(card.worker_id);
-  std::deque<Candidate> candidates = candidates_of(engine, card, attempts);
-  for (; !candidates.empty() && !patience.over(); candidates.pop_front()) {
-    const Candidate& candidate = candidates.front();
-    const TransportAccess& offered = *candidate.offered;
-    const auto connection = engine.open(candidate.own, offered.address, std::make_shared<PathStats>(),
-                                        {card.worker_id, card.epoch});
-    if (!connection.ok()) {
-      attempts.refuse(offered.name, connection.status());
-      continue;
+  PathSearch search(engine, card);
+  while (!patience.over()) {
+    const std::optional<ConnectRequest> request = search.next();
+    if (!request) break;
+    const Patience share = search.share(patience);
+    const Result<Accepted> answer = client->connect(*request, share);
+    const Status status = search.take(answer, share.left_ns());
+    if (status.ok()) {
+      Path path = search.path();
+      path.client = std::move(client);
+      path.client->end_with_owner(path.connection);
+      return path;
     }
-    // A network that drops all packets must leave time for another transport.
-    const bool halve = plain(offered.name) == "verbs" && candidates.size() > 1;
-    Result<Path> path =
-        try_one(candidate, *connection, client, card.epoch, halve ? patience.part(2) : patience);
-    if (path.ok()) return path;
-    const bool again = (*connection)->lost_large() && !candidate.again;
-    (*connection)->close();
-    if (concerns_owner(path.status())) return path.status();
+    if (concerns_all(status)) return status;
     if (Status gone = client->ended(); !gone.ok()) return gone;
-    attempts.refuse(offered.name, path.status());
-    if (again) candidates.insert(candidates.begin() + 1, {candidate.own, candidate.offered, true});
   }
-  if (patience.given_up()) return patience.why_over({});
-  for (const Candidate& left : candidates)
-    attempts.leave_out(left.offered->name, "no time was left to try it");
-  return attempts.outcome();
-}
-
-std::optional<Result<Path>> Attempt::take() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(outcome_, std::nullopt);
-}
-
-void Attempt::end(Result<Path> outcome) {
-  const std::lock_guard lock(mutex_);
-  outcome_.emplace(std::move(outcome));
+  return patience.given_up() ? patience.why_over({}) : search.outcome();
 }
 
 Result<std::unique_ptr<Connector>> Connector::make(std::shared_ptr<Channel> channel, Engine& engine) {
@@ -148,7 +144,7 @@ Result<Path> Connector::run(const OwnerCard& card, const Patience& patience) {
 }
 
 std::shared_ptr<Attempt> Connector::start(OwnerCard card, int64_t timeout_ns,
-                                          std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+                                          std::function<void(Result<Path>)> done) {
   auto attempt = std::make_shared<Attempt>();
   {
     const std::lock_guard lock(mutex_);
@@ -156,20 +152,20 @@ std::shared_ptr<Attempt> Connector::start(OwnerCard card, int64_t timeout_ns,
     running_.push_back(attempt);
   }
   jobs_->add([this, attempt, card = std::make_shared<const OwnerCard>(std::move(card)),
-              patience = Patience(timeout_ns, attempt->given_up_), queue = std::move(queue), token] {
-    attempt->end(run(*card, patience));
-    queue->push(token);
-  });
+              patience = Patience(timeout_ns, attempt->given_up_),
+              done = std::move(done)] { done(run(*card, patience)); });
   return attempt;
 }
 
-void Connector::close() {
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& each : running_) {
-      if (const auto attempt = each.lock()) attempt->give_up();
-    }
+void Connector::give_up() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& each : running_) {
+    if (const auto attempt = each.lock()) attempt->give_up();
   }
+}
+
+void Connector::close() {
+  give_up();
   jobs_->close();
 }
 

@@ -23,7 +23,7 @@ std::optional<Bounds> of_requests(Type type) {
     case Type::kCard:
       return kEmpty;
     case Type::kConnect:
-      return Bounds{16, kMaxConnectBytes};
+      return Bounds{10, kMaxConnectBytes};
     case Type::kSettle:
       return Bounds{kSeatBytes, kSeatBytes};
     case Type::kRenew:
@@ -52,7 +52,7 @@ std::optional<Bounds> of_answers(Type type) {
     case Type::kCardIs:
       return Bounds{1, kMaxCardBytes};
     case Type::kConnected:
-      return Bounds{16, kMaxConnectedBytes};
+      return Bounds{2, kMaxConnectedBytes};
     case Type::kSettled:
       return Bounds{4, 4};
     case Type::kRenewed:

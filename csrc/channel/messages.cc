@@ -8,25 +8,6 @@
 namespace kvlink::channel {
 namespace {
 
-constexpr uint32_t kMaxTransportBytes = 32;
-constexpr uint32_t kMaxHellos = 64;
-constexpr uint32_t kMaxBlobBytes = 64 << 10;
-constexpr uint32_t kMaxPoolKeys = 4096, kMaxLeaseKeys = 2;
-
-void write_list(BlobWriter& writer, const std::vector<std::string>& list) {
-  writer.u32(static_cast<uint32_t>(list.size()));
-  for (const std::string& each : list) writer.bytes(each);
-}
-
-/// Reads until the end of what has come, so that a false number of entries takes no memory.
-bool read_list(BlobReader& reader, uint32_t most, std::vector<std::string>& list) {
-  const uint32_t num = reader.u32();
-  if (num > most) return false;
-  for (uint32_t index = 0; index < num && reader.ok(); ++index)
-    list.emplace_back(reader.bytes(kMaxBlobBytes));
-  return reader.ok();
-}
-
 std::string printable(std::string text) {
   for (char& each : text) {
     if (static_cast<unsigned char>(each) < 0x20 || each == 0x7F) each = ' ';
@@ -37,6 +18,22 @@ std::string printable(std::string text) {
 std::string cut(const std::string& text) { return text.substr(0, kMaxTextBytes); }
 
 }  // namespace
+
+ConnectReply reply_of(Result<Accepted> accepted) {
+  if (!accepted.ok()) return {0, {}, {}, {}, accepted.status()};
+  return {accepted->connection_id,
+          std::move(accepted->replies),
+          std::move(accepted->pool_keys),
+          std::move(accepted->lease_keys),
+          {}};
+}
+
+Result<Accepted> accepted_of(ConnectReply reply) {
+  const Status& refusal = reply.refusal;
+  if (!refusal.ok()) return Status{refusal.code(), printable(refusal.what()), printable(refusal.fix())};
+  return Accepted{static_cast<uint32_t>(reply.connection_id), std::move(reply.replies),
+                  std::move(reply.pool_keys), std::move(reply.lease_keys)};
+}
 
 Refusal refusal_of(const Status& status) {
   const auto reason = [code = status.code()] {
@@ -84,43 +81,6 @@ std::optional<Refusal> parse_refusal(std::string_view body) {
   refusal.what = reader.bytes(kMaxTextBytes);
   refusal.fix = reader.bytes(kMaxTextBytes);
   return reader.done() ? std::optional(std::move(refusal)) : std::nullopt;
-}
-
-std::string encode_connect(const ConnectRequest& request) {
-  BlobWriter writer;
-  writer.bytes(request.transport).u32(request.takes_keys);
-  write_list(writer, request.hellos);
-  return writer.take();
-}
-
-std::optional<ConnectRequest> parse_connect(std::string_view body) {
-  BlobReader reader(body);
-  ConnectRequest request;
-  request.transport = reader.bytes(kMaxTransportBytes);
-  const uint32_t takes_keys = reader.u32();
-  request.takes_keys = takes_keys == 1;
-  const bool whole = read_list(reader, kMaxHellos, request.hellos) && reader.done();
-  const bool sane = takes_keys <= 1 && !request.transport.empty() && !request.hellos.empty();
-  return whole && sane ? std::optional(std::move(request)) : std::nullopt;
-}
-
-std::string encode_connected(const Accepted& accepted) {
-  BlobWriter writer;
-  writer.u32(accepted.connection_id);
-  write_list(writer, accepted.replies);
-  write_list(writer, accepted.pool_keys);
-  write_list(writer, accepted.lease_keys);
-  return writer.take();
-}
-
-std::optional<Accepted> parse_connected(std::string_view body) {
-  BlobReader reader(body);
-  Accepted accepted{reader.u32(), {}};
-  const bool whole = read_list(reader, kMaxHellos, accepted.replies) &&
-                     read_list(reader, kMaxPoolKeys, accepted.pool_keys) &&
-                     read_list(reader, kMaxLeaseKeys, accepted.lease_keys) && reader.done();
-  const bool sane = accepted.connection_id <= INT32_MAX && !accepted.replies.empty();
-  return whole && sane ? std::optional(std::move(accepted)) : std::nullopt;
 }
 
 std::string encode_seat(const SeatRef& seat) {

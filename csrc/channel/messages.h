@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bodies of the native channel's frames. Each encode_ has a parse_, which believes nothing: it returns
-// nothing for a body that is malformed or beyond a bound.
+// nothing for a body that is malformed or beyond a bound. Those that connect are the agent's messages
+// (codec/connect.h).
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,10 @@
 
 #include "base/status.h"
 #include "channel/frame.h"
+#include "codec/connect.h"
 #include "engine/engine.h"
 
 namespace kvlink::channel {
-
-struct ConnectRequest {
-  std::string transport;
-  bool takes_keys = true;
-  std::vector<std::string> hellos;  // one a lane
-};
 
 /// A reader's seat of a lease: the ticket's slot and settle nonce.
 struct SeatRef {
@@ -37,16 +33,16 @@ struct Refusal {
   std::string what, fix;
 };
 
+/// The answer of an owner as a message, and back.
+ConnectReply reply_of(Result<Accepted> accepted);
+Result<Accepted> accepted_of(ConnectReply reply);
+
 Refusal refusal_of(const Status& status);
 /// Returns the refusal as its caller sees it. Texts of a peer lose what a terminal would obey.
 Status status_of(const Refusal& refusal);
 
 std::string encode_refusal(const Refusal& refusal);
 std::optional<Refusal> parse_refusal(std::string_view body);
-std::string encode_connect(const ConnectRequest& request);
-std::optional<ConnectRequest> parse_connect(std::string_view body);
-std::string encode_connected(const Accepted& accepted);
-std::optional<Accepted> parse_connected(std::string_view body);
 std::string encode_seat(const SeatRef& seat);
 std::optional<SeatRef> parse_seat(std::string_view body);
 std::string encode_seats(std::span<const SeatRef> seats);

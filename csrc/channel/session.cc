@@ -19,24 +19,22 @@ std::string refused(const Refusal& refusal, uint32_t id = 0) {
   return encode(Type::kRefused, id, encode_refusal(refusal));
 }
 
-template <typename Body>
-std::optional<RequestBody> request(std::optional<Body> parsed) {
-  return parsed ? std::optional<RequestBody>(std::move(*parsed)) : std::nullopt;
-}
-
-std::optional<RequestBody> parse(const Frame& frame) {
-  switch (frame.type) {
-    case Type::kCard:
-      return CardRequest{};
-    case Type::kConnect:
-      return request(parse_connect(frame.body));
-    case Type::kSettle:
-      return request(parse_seat(frame.body));
-    case Type::kRenew:
-      return request(parse_seats(frame.body));
-    default:
-      return {};
+Result<RequestBody> parse(const Frame& frame) {
+  const Status malformed = Status::Config(
+      "a frame of type " + std::to_string(static_cast<uint16_t>(frame.type)) + " is malformed");
+  if (frame.id == 0) return malformed;
+  if (frame.type == Type::kCard) return RequestBody(CardRequest{});
+  if (frame.type == Type::kConnect) {
+    Result<ConnectRequest> connect = read_connect_request(frame.body);
+    if (!connect.ok()) return connect.status();
+    return RequestBody(std::move(*connect));
   }
+  if (frame.type == Type::kSettle) {
+    if (const auto seat = parse_seat(frame.body)) return RequestBody(*seat);
+  } else if (frame.type == Type::kRenew) {
+    if (auto seats = parse_seats(frame.body)) return RequestBody(std::move(*seats));
+  }
+  return malformed;
 }
 
 }  // namespace
@@ -85,11 +83,8 @@ void OwnerSession::on_hello(const Frame& frame, Actions& actions) {
 }
 
 void OwnerSession::on_request(Frame frame, Actions& actions) {
-  std::optional<RequestBody> body = parse(frame);
-  if (!body || frame.id == 0) {
-    const std::string type = std::to_string(static_cast<uint16_t>(frame.type));
-    return refuse({Reason::kMalformed, "a frame of type " + type + " is malformed", ""}, actions);
-  }
+  Result<RequestBody> body = parse(frame);
+  if (!body.ok()) return refuse({Reason::kMalformed, body.status().what(), ""}, actions);
   actions.requests.push_back({frame.id, std::move(*body)});
 }
 

@@ -455,7 +455,7 @@ class ChannelClient:
 
     def card(self, timeout_s: float) -> bytes: ...
     def connect(
-        self, transport: str, hellos: Sequence[bytes], timeout_s: float
+        self, worker_id: str, epoch: int, transport: str, hellos: Sequence[bytes], timeout_s: float
     ) -> tuple[int, list[bytes], list[bytes], list[bytes]]:
         """As Engine.accept at the owner."""
     def settle(self, slot: int, settle_nonce: int, timeout_s: float) -> bool: ...
@@ -477,7 +477,7 @@ class Channel:
     def publish(self, card: bytes) -> None:
         """Sets the sealed card, and admits readers from then on."""
     def dial(
-        self, addresses: Sequence[str], instance: bytes, secret: bytes, needs_tls: bool, timeout_s: float
+        self, addresses: Sequence[str], instance: bytes, secret: bytes, flags: int, timeout_s: float
     ) -> ChannelClient: ...
     def close(self) -> None:
         """Idempotent. On return the engine is not called any more."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 
 from kvlink import _core
-from kvlink.errors import TransportUnavailable
-from kvlink.types import NEEDS_TLS, NativeChannel
+from kvlink.types import NativeChannel
 
 ChannelClient = _core.ChannelClient
 
@@ -30,13 +29,7 @@ class OwnChannel:
 
     def dial(self, to: NativeChannel, timeout_s: float) -> ChannelClient:
         """Connects to an owner, for at most `timeout_s`. Raises KVLinkError."""
-        if to.flags & ~NEEDS_TLS:
-            raise TransportUnavailable(
-                f"the worker's card has flags {to.flags} for its native channel, which this release does not know",
-                "Run the same release at both ends",
-            )
-        needs_tls = bool(to.flags & NEEDS_TLS)
-        return self._opened().dial(list(to.addresses), to.instance, to.secret, needs_tls, timeout_s)
+        return self._opened().dial(list(to.addresses), to.instance, to.secret, to.flags, timeout_s)
 
     def close(self) -> None:
         """Ends all clients and admits nobody any more. On return the engine is not called. Idempotent."""

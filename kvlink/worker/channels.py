@@ -77,7 +77,8 @@ class ChannelClients:
     async def connect(self, card: WorkerCard, transport: str, hellos: Sequence[bytes]) -> ConnectReply:
         """Sends the hellos of a connection's lanes to their owner. Raises KVLinkError."""
         client = await self._client(self._known(card.worker_id))
-        return ConnectReply(*await _asked(card.worker_id, client.connect, transport, list(hellos), _CALL_S))
+        request = card.worker_id, card.epoch, transport, list(hellos)
+        return ConnectReply(*await _asked(card.worker_id, client.connect, *request, _CALL_S))
 
     async def settle(self, order: SettleOrder) -> None:
         """Settles through the channel. Raises UnknownRequest if the owner has restarted."""

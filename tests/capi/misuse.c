@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,6 +89,8 @@ static void try_all(int32_t code, kvl_handle handle) {
   IS(code, kvl_events(handle, events, 1, &number, &error));
   IS(code, kvl_peer_open(handle, out, 1, 0, &made, &error));
   IS(code, kvl_peer_step(handle, NULL, 0, out, sizeof out, &length, &error));
+  IS(code, kvl_peer_connect(handle, 0, &error));
+  IS(code, kvl_peer_wait(handle, 0, &error));
   IS(code, kvl_offer_open(handle, &offer, &made, &error));
   IS(code, kvl_offer_ticket(handle, out, sizeof out, &length, &error));
   IS(code, kvl_offer_set_ready(handle, 1, &error));
@@ -146,6 +149,17 @@ static void options(void) {
   IS(KVL_CONFIG, kvl_worker_open(&wrong, &made, &error));
   wrong = kOptions;
   wrong.port = 65536;
+  IS(KVL_CONFIG, kvl_worker_open(&wrong, &made, &error));
+  wrong = kOptions;
+  wrong.channel_port = 7000; /* and does not listen */
+  IS(KVL_CONFIG, kvl_worker_open(&wrong, &made, &error));
+  wrong.flags = KVL_WORKER_CHANNEL;
+  wrong.channel_port = 65536;
+  IS(KVL_CONFIG, kvl_worker_open(&wrong, &made, &error));
+  wrong.size = offsetof(kvl_worker_options, channel_port); /* that of version 1.0, which has no more fields */
+  IS(KVL_OK, kvl_worker_open(&wrong, &made, &error));
+  IS(KVL_OK, kvl_close(made, &error));
+  wrong.flags = 2;
   IS(KVL_CONFIG, kvl_worker_open(&wrong, &made, &error));
   wrong = kOptions;
   wrong.ticket_keys = "short";

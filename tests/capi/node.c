@@ -67,7 +67,7 @@ static uint32_t from_list(char* word, uint32_t* numbers) {
 
 static const char* or_null(const char* word) { return strcmp(word, "-") == 0 ? NULL : word; }
 
-/* open ID TRANSPORTS AGENT KEYS BLOCKS alloc|wrap TP_RANK TP_SIZE */
+/* open ID TRANSPORTS AGENT KEYS BLOCKS alloc|wrap TP_RANK TP_SIZE CHANNEL_PORT|- */
 static int32_t open_worker(char** words) {
   const uint32_t num_blocks = (uint32_t)strtoul(words[4], NULL, 10);
   const uint64_t bytes = (uint64_t)num_blocks * BLOCK_BYTES;
@@ -84,7 +84,9 @@ static int32_t open_worker(char** words) {
                                       .worker_id = words[0],
                                       .transports = or_null(words[1]),
                                       .agent = or_null(words[2]),
-                                      .ticket_keys = or_null(words[3])};
+                                      .ticket_keys = or_null(words[3]),
+                                      .flags = or_null(words[8]) ? KVL_WORKER_CHANNEL : 0,
+                                      .channel_port = (uint32_t)strtoul(words[8], NULL, 10)};
   if ((code = kvl_worker_open(&options, &worker, &error))) return code;
   uint32_t index;
   if ((code = kvl_worker_add_region(worker, region, &index, &error))) return code;
@@ -201,7 +203,10 @@ static void on_bytes(const char* command, char** words) {
   int32_t code;
   const kvl_handle handle = strtoull(words[0], NULL, 10);
   if (strcmp(command, "answer") == 0) {
-    code = kvl_answer(worker, handle, blob, from_hex(words[1]), out, sizeof out, &length, &error);
+    const uint64_t space = strtoull(words[2], NULL, 10);
+    code = kvl_answer(worker, handle, blob, from_hex(words[1]), out, space ? space : sizeof out, &length,
+                      &error);
+    if (code == KVL_BUFFER) length = 0;
   } else if (strcmp(command, "step") == 0) {
     code = kvl_peer_step(handle, blob, from_hex(words[1]), out, sizeof out, &length, &error);
   } else if (strcmp(command, "ticket") == 0) {
@@ -227,6 +232,10 @@ static void run(const char* command, char** words) {
     const uint64_t length = from_hex(words[0]);
     const int32_t code = kvl_peer_open(worker, blob, length, number, &made, &error);
     answer_number(code, made);
+  } else if (strcmp(command, "connect") == 0) {
+    answer(kvl_peer_connect(handle, number, &error), "");
+  } else if (strcmp(command, "connected") == 0) {
+    answer(kvl_peer_wait(handle, number, &error), "");
   } else if (strcmp(command, "offer") == 0) {
     offer(words);
   } else if (strcmp(command, "ready") == 0) {

@@ -19,12 +19,13 @@ from kvlink.control.values import ConnectReply, ConnectRequest
 from kvlink.errors import KVLinkError, TransportUnavailable
 from kvlink.layout import Plane
 from kvlink.runtime.background import ControlThread
+from kvlink.types import WorkerCard
 
 BLOCKS, PLANES, PLANE_BYTES = 16, 8, 16 * 2 * 64
 BLOCK_BYTES = PLANES * PLANE_BYTES
 OK, CONFIG, MISMATCH, UNAVAILABLE, UNREACHABLE, DENIED, TIMEOUT, CANCELLED, STALE = range(9)
 BUFFER, HANDLE, FORKED, MEMORY, INTERNAL, PENDING, ENDED = range(32, 39)
-PULL_ENDED, OFFER_ENDED = 1, 2
+PULL_ENDED, OFFER_ENDED, PEER_CONNECTED = 1, 2, 3
 FOR_EVER = 2**64 - 1
 NOTIFY, NO_SETTLE = 1, 2
 KEY = "k" * 40
@@ -70,13 +71,17 @@ class Node:
 
     def __init__(
         self, name: str, transports: str = "-", *, memory: str = "alloc", agent: str = "-", keys: str = KEY,
-        tp: tuple[int, int] = (0, 1),
+        tp: tuple[int, int] = (0, 1), channel_port: int | str = "-",
     ) -> None:  # fmt: skip
         self.name = name
         self.process = subprocess.Popen(
             [built("kvlink_node")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.do("open", name, transports, agent, keys, BLOCKS, memory, *tp)
+        try:
+            self.do("open", name, transports, agent, keys, BLOCKS, memory, *tp, channel_port)
+        except CodeError:
+            self.close()
+            raise
 
     def do(self, *words: object) -> str:
         """Runs a command of node.c and returns its answer."""
@@ -153,11 +158,13 @@ def _list(numbers: Sequence[int]) -> str:
 class COwner:
     """A node that offers, and an agent in Python that carries the messages of readers in Python to it."""
 
-    def __init__(self, transports: str, memory: str, *, with_agent: bool) -> None:
+    def __init__(
+        self, transports: str, memory: str, *, with_agent: bool, channel_port: int | str = "-"
+    ) -> None:
         self._control = ControlThread.shared()
         self._agent = WorkerAgent(self._accept, lambda slot, nonce: False, lambda slot, nonce: False)
         address = self._control.run(self._start(), 10) if with_agent else "-"
-        self.node = Node("owner", transports, memory=memory, agent=address)
+        self.node = Node("owner", transports, memory=memory, agent=address, channel_port=channel_port)
         self.card = CARD.decode(self.node.card())
         if with_agent:
             self._control.run(self._publish(), 10)
@@ -234,6 +241,21 @@ class PythonOwner:
     def close(self) -> None:
         """Ends the worker."""
         self.worker.close()
+
+
+def dial(reader: Node, card: bytes | WorkerCard, timeout_us: int = 0) -> int:
+    """Connects a node to an owner by the native channel, and returns its peer."""
+    peer = begin(reader, card, timeout_us)
+    reader.do("connected", peer, FOR_EVER)
+    return peer
+
+
+def begin(reader: Node, card: bytes | WorkerCard, timeout_us: int = 0) -> int:
+    """Begins to connect by the native channel, and returns the peer."""
+    sealed = card if isinstance(card, bytes) else CARD.encode(card)
+    peer = int(reader.do("peer", sealed.hex(), timeout_us))
+    reader.do("connect", peer, 11)
+    return peer
 
 
 def connect(reader: Node, owner: COwner | PythonOwner, card: bytes | None = None) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from capi.node import (
     BLOCKS,
+    BUFFER,
     CANCELLED,
     CONFIG,
     DENIED,
@@ -24,6 +26,7 @@ from capi.node import (
     OK,
     PENDING,
     PULL_ENDED,
+    REPLY,
     STALE,
     TIMEOUT,
     UNREACHABLE,
@@ -34,6 +37,7 @@ from capi.node import (
     PythonOwner,
     connect,
     contents,
+    dial,
     layout,
 )
 from waiting import eventually
@@ -68,7 +72,11 @@ def owner(
     request: pytest.FixtureRequest, path: tuple[str, str], config: WorkerConfig
 ) -> Iterator[COwner | PythonOwner]:
     """An owner of either kind."""
-    made = COwner(*path, with_agent=False) if request.param == "C" else PythonOwner(path[0], config)
+    made: COwner | PythonOwner
+    if request.param == "C":
+        made = COwner(*path, with_agent=False, channel_port=0)
+    else:
+        made = PythonOwner(path[0], replace(config, channel="on"))
     with closing(made) as owner:
         yield owner
 
@@ -90,9 +98,10 @@ def check_blocks(reader: Node, into: list[int], theirs: list[int], seed: int = 5
     assert not np.delete(pool, into, axis=1).any()
 
 
-def test_c_reads(owner: COwner | PythonOwner, path: tuple[str, str]) -> None:
+@pytest.mark.parametrize("way", ["messages", "channel"])
+def test_c_reads(owner: COwner | PythonOwner, path: tuple[str, str], way: str) -> None:
     with closing(Node("reader", path[0], memory=path[1])) as reader:
-        peer = connect(reader, owner)
+        peer = connect(reader, owner) if way == "messages" else dial(reader, owner.card)
         assert f": {path[0]}" in reader.do("explain", peer)
         pull = reader.pull(peer, owner.offer([3, 1, 8]), [5, 6, 7])
         reader.do("wait", pull, FOR_EVER)
@@ -119,6 +128,19 @@ def test_python_reads_from_c(path: tuple[str, str], config: WorkerConfig) -> Non
             owner.kill()
             with pytest.raises((PeerUnreachable, StaleBlocks)):
                 reader.pull(late, [1]).wait(10)
+
+
+def test_python_reads_from_c_by_the_channel(path: tuple[str, str], config: WorkerConfig) -> None:
+    with closing(COwner(*path, with_agent=False, channel_port=0)) as owner:
+        pool = BlockPool.allocate(layout(), huge_pages=False)
+        with Worker(pool, "python", transports=path[0], config=config) as reader:
+            reader.add_card(CARD.encode(owner.card))
+            pull = reader.pull(Ticket.from_bytes(owner.offer([3, 1, 8])), [5, 6, 7])
+            pull.wait(10)
+            assert pull.explain()[0].transport == path[0]
+            pool_bytes = pool.numpy().reshape(8, BLOCKS, -1)
+            assert (pool_bytes[:, [5, 6, 7]] == contents(5)[:, [3, 1, 8]]).all()
+            eventually(lambda: owner.num_settled() == 1)
 
 
 def test_streaming(nodes: tuple[COwner, Node, int]) -> None:
@@ -247,6 +269,15 @@ def test_an_owner_that_does_not_answer() -> None:
         with pytest.raises(CodeError, match="did not answer") as raised:
             reader.do("step", peer, "-")
         assert raised.value.code == UNREACHABLE
+
+
+def test_an_answer_that_did_not_fit_is_kept_for_its_caller() -> None:
+    """Another reader with the same message gets one of its own: cma numbers those that it admits."""
+    with closing(COwner("cma", "wrap", with_agent=False)) as owner, closing(Node("reader", "cma")) as reader:
+        message = reader.bytes_of("step", reader.do("peer", owner_card(owner), 0), "-")
+        assert owner.node.refusal("answer", 1, message.hex(), 1) == BUFFER
+        places = [REPLY.decode(owner.answer(message, caller)).replies[0][-4] for caller in (2, 1)]
+        assert places == [1, 0]
 
 
 def owner_card(owner: COwner) -> str:

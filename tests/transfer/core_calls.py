@@ -240,7 +240,7 @@ def dialling() -> tuple[_core.Channel, tuple[Any, ...]]:
     addresses, instance, secret = serving.listen(owner, "127.0.0.1", 0)
     serving.publish(b"a card")
     _kept.extend([serving, reader])
-    return reader, (addresses, instance, secret, False, _SOON_S)
+    return reader, (addresses, instance, secret, 0, _SOON_S)
 
 
 def of_channel(call: Callable[[_core.Channel], object]) -> Callable[[], Case]:
@@ -319,7 +319,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "Channel.close": of_channel(lambda channel: channel.close()),
     "ChannelClient.__del__": of_dropped(admitted),
     "ChannelClient.card": of_client(lambda client: client.card(_SOON_S)),
-    "ChannelClient.connect": of_client(lambda client: client.connect("tcp", [b"a hello"], _SOON_S)),
+    "ChannelClient.connect": of_client(
+        lambda client: client.connect("owner", 1, "tcp", [b"a hello"], _SOON_S)
+    ),
     "ChannelClient.settle": of_client(lambda client: client.settle(1, 1 << 40, _SOON_S)),
     "ChannelClient.end_with_owner": lambda: (
         lambda client, connection: Case(lambda: client.end_with_owner(connection))

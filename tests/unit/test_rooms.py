@@ -26,8 +26,8 @@ ALLOWED = {
     "transports/verbs": {"base", "memory", "transport_api", "transports"},
     "transports/fault": {"base", "transport_api", "transports"},
     "engine": {"base", "memory", "transport_api", "device", "plan", "lease", "staging", "transports"},
-    "channel": {"base", "engine", "transports/tcp"},
-    "capi": {"base", "memory", "plan", "codec", "engine"},
+    "channel": {"base", "codec", "engine", "transports/tcp"},
+    "capi": {"base", "memory", "plan", "codec", "engine", "channel"},
     "bindings": {"base", "memory", "device", "plan", "engine", "channel", "transports"},
     "bench": {"base", "memory", "device", "plan", "lease", "staging", "transports/verbs", "bindings"},
 }

@@ -171,7 +171,7 @@ def test_a_native_reader_connects_to_a_worker(opened: ExitStack) -> None:
     assert channel is not None
     own = _core.Channel()
     opened.callback(own.close)
-    client = own.dial(list(channel.addresses), channel.instance, channel.secret, False, 60.0)
+    client = own.dial(list(channel.addresses), channel.instance, channel.secret, 0, 60.0)
     assert CARD.decode(client.card(60.0)) == card
     engine = _core.Engine(8, ["tcp"], "127.0.0.1", 0, "", 64, 1, 500.0, 1, ())
     engine.add_pool_region(_core.HostMemory(1 << 16))
@@ -179,6 +179,8 @@ def test_a_native_reader_connects_to_a_worker(opened: ExitStack) -> None:
     opened.callback(engine.close)
     (tcp,) = card.transports
     connection = engine.open("tcp", tcp.address, _core.PathStats("tcp"), card.worker_id, card.epoch)
-    number, replies, pool_keys, lease_keys = client.connect("tcp", connection.hellos(), 60.0)
+    number, replies, pool_keys, lease_keys = client.connect(
+        card.worker_id, card.epoch, "tcp", connection.hellos(), 60.0
+    )
     keys = pool_keys or list(tcp.pool_keys), lease_keys or list(tcp.lease_keys)
     assert connection.establish(number, replies, *keys, card.epoch, 60.0) == [0]

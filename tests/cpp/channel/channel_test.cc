@@ -147,18 +147,21 @@ TEST_P(ChannelTest, APathEndsWithItsOwner) {
 INSTANTIATE_TEST_SUITE_P(Transports, ChannelTest, ::testing::Values("loopback", "shm", "cma", "tcp"),
                          [](const auto& info) { return std::string(info.param); });
 
-TEST(Channel, TriesTransportsInTheOrderOfTheCard) {
-  Worker owner({"tcp", "loopback"}), reader({"loopback", "tcp"}, {}, 8);
+TEST(Channel, TriesTransportsInTheOrderOfTheReader) {
+  Worker owner({"loopback", "tcp"}), reader({"tcp", "loopback"}, {}, 8);
   owner.listen();
   OwnerCard card = owner.card();
   auto first = connect(*reader.engine, dialled(reader, owner), card, 10 * kSecond);
   ASSERT_TRUE(first.ok()) << first.status().sentence();
   EXPECT_EQ(first->transport, "tcp");
-  card.transports[0].address = "spoilt";
+  EXPECT_TRUE(first->refusals.empty());
+  card.transports[1].address = "spoilt";
   auto second = connect(*reader.engine, dialled(reader, owner), card, 10 * kSecond);
   ASSERT_TRUE(second.ok()) << second.status().sentence();
   EXPECT_EQ(second->transport, "loopback");
-  card.transports[1].refused = "no memory to export";
+  ASSERT_EQ(second->refusals.size(), 1u);
+  EXPECT_EQ(second->refusals[0].transport, "tcp");
+  card.transports[0].refused = "no memory to export";
   const Status none = connect(*reader.engine, dialled(reader, owner), card, 10 * kSecond).status();
   EXPECT_EQ(none.code(), Code::kTransportUnavailable);
   for (const char* said : {"no transport reaches owner", "tcp: the owner's tcp address is malformed",
@@ -209,17 +212,18 @@ TEST(Channel, ReadersAreRefusedByName) {
   EXPECT_NE(dialled(reader, owner)->card(10 * kSecond).status().what().find("starting"), std::string::npos);
   ASSERT_TRUE(owner.channel->publish("a card").ok());
   const auto client = dialled(reader, owner);
-  EXPECT_EQ(client->connect({"verbs", true, {"hello"}}, 10 * kSecond).status().code(),
+  EXPECT_EQ(client->connect({"owner", kEpoch, "verbs", {"hello"}}, 10 * kSecond).status().code(),
             Code::kTransportUnavailable);
-  EXPECT_EQ(client->connect({"tcp", true, {}}, 10 * kSecond).status().code(), Code::kConfig);
-  EXPECT_EQ(
-      client->connect({"tcp", true, {std::string(kMaxConnectBytes, 'x')}}, 10 * kSecond).status().code(),
-      Code::kConfig);
+  EXPECT_EQ(client->connect({"owner", kEpoch, "tcp", {}}, 10 * kSecond).status().code(), Code::kConfig);
+  EXPECT_EQ(client->connect({"owner", kEpoch, "tcp", {std::string(kMaxConnectBytes, 'x')}}, 10 * kSecond)
+                .status()
+                .code(),
+            Code::kConfig);
   ChannelAddress wrong = owner.address;
   wrong.credentials.secret[0] ^= 1;
   EXPECT_EQ(reader.channel->dial(wrong, 10 * kSecond).status().code(), Code::kAccessDenied);
   ChannelAddress needs_tls = owner.address;
-  needs_tls.needs_tls = true;
+  needs_tls.flags = kNeedsTls;
   const Status refused = reader.channel->dial(needs_tls, 10 * kSecond).status();
   EXPECT_EQ(refused.code(), Code::kTransportUnavailable);
   EXPECT_NE(refused.sentence().find("asks for TLS"), std::string::npos);
@@ -271,17 +275,17 @@ TEST(Channel, ASlowAcceptHoldsUpNothingElse) {
   const auto first = dialled(reader, owner), second = dialled(reader, owner);
   const auto ask = [&](const std::shared_ptr<Client>& client) {
     return std::async(std::launch::async, [&connection, client] {
-      return client->connect({"tcp", true, connection->hellos()}, 20 * kSecond);
+      return client->connect({"owner", kEpoch, "tcp", connection->hellos()}, 20 * kSecond);
     });
   };
   auto one = ask(first), two = ask(first);
   eventually([&] { return owner.channel->counts().connects == 2; }, "two do not wait");
-  const Status of_one = first->connect({"tcp", true, connection->hellos()}, 20 * kSecond).status();
+  const Status of_one = first->connect({"owner", kEpoch, "tcp", connection->hellos()}, 20 * kSecond).status();
   EXPECT_NE(of_one.what().find("already admitting 2 readers"), std::string::npos) << of_one.what();
   EXPECT_EQ(of_one.code(), Code::kPeerUnreachable);
   auto three = ask(second);
   eventually([&] { return owner.channel->counts().connects == 3; }, "another caller has no share");
-  EXPECT_FALSE(second->connect({"tcp", true, connection->hellos()}, 20 * kSecond).ok());
+  EXPECT_FALSE(second->connect({"owner", kEpoch, "tcp", connection->hellos()}, 20 * kSecond).ok());
   EXPECT_EQ(*first->card(20 * kSecond), "a sealed card");
   go.count_down();
   EXPECT_TRUE(one.get().ok() && two.get().ok() && three.get().ok());
@@ -301,7 +305,7 @@ TEST(Channel, ABrokenContractCostsOneRequest) {
                },
                [](const SeatRef&) { return true; }});
   const auto client = dialled(reader, owner);
-  EXPECT_NE(client->connect({"tcp", true, {"x"}}, 20 * kSecond).status().what().find("more care"),
+  EXPECT_NE(client->connect({"owner", kEpoch, "tcp", {"x"}}, 20 * kSecond).status().what().find("more care"),
             std::string::npos);
   EXPECT_NE(client->settle({1, 1}, 20 * kSecond).status().what().find("more care"), std::string::npos);
   EXPECT_TRUE(client->renew(std::vector<SeatRef>{{1, 1}}, 20 * kSecond).ok());
@@ -313,9 +317,11 @@ TEST(Channel, ClosesWhileReadersWait) {
   owner.serve(held_up(*owner.engine, go));
   const auto connection = *reader.engine->open("tcp", owner.engine->access().front().address);
   const auto client = dialled(reader, owner);
-  EXPECT_EQ(client->connect({"tcp", true, connection->hellos()}, 0).status().code(), Code::kTimeout);
-  auto waiting = std::async(
-      std::launch::async, [&] { return client->connect({"tcp", true, connection->hellos()}, 60 * kSecond); });
+  EXPECT_EQ(client->connect({"owner", kEpoch, "tcp", connection->hellos()}, 0).status().code(),
+            Code::kTimeout);
+  auto waiting = std::async(std::launch::async, [&] {
+    return client->connect({"owner", kEpoch, "tcp", connection->hellos()}, 60 * kSecond);
+  });
   eventually([&] { return owner.channel->counts().connects == 2; }, "nobody waits");
   auto closing = std::async(std::launch::async, [&] { owner.channel->close(); });
   auto closing_too = std::async(std::launch::async, [&] { owner.channel->close(); });
@@ -336,14 +342,12 @@ TEST(Connector, ConnectsOnThreadsOfItsOwn) {
   std::latch go(1);
   owner.serve(held_up(*owner.engine, go));
   auto connector = *Connector::make(reader.channel, *reader.engine);
-  const auto queue = *CompletionQueue::make();
-  const auto attempt = connector->start(owner.card(), 20 * kSecond, queue, 5);
-  EXPECT_FALSE(attempt->take().has_value());
+  std::promise<Result<Path>> told;
+  std::future<Result<Path>> outcome = told.get_future();
+  connector->start(owner.card(), 20 * kSecond, [&](Result<Path> path) { told.set_value(std::move(path)); });
+  EXPECT_EQ(outcome.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
   go.count_down();
-  eventually([&] { return queue->drain() == std::vector<uint64_t>{5}; }, "nothing was told");
-  const auto outcome = attempt->take();
-  ASSERT_TRUE(outcome.has_value() && outcome->ok());
-  EXPECT_FALSE(attempt->take().has_value());
+  EXPECT_TRUE(outcome.get().ok());
 }
 
 TEST(Connector, GivesUp) {
@@ -351,11 +355,11 @@ TEST(Connector, GivesUp) {
   std::latch go(1);
   owner.serve(held_up(*owner.engine, go));
   auto connector = *Connector::make(reader.channel, *reader.engine);
-  const auto queue = *CompletionQueue::make();
-  const auto attempt = connector->start(owner.card(), 3600 * kSecond, queue, 5);
+  Status outcome;
+  connector->start(owner.card(), 3600 * kSecond, [&](const Result<Path>& path) { outcome = path.status(); });
   eventually([&] { return owner.channel->counts().connects == 1; }, "it does not connect");
   connector->close();
-  EXPECT_EQ(attempt->take()->status().code(), Code::kCancelled);
+  EXPECT_EQ(outcome.code(), Code::kCancelled);
   go.count_down();
 }
 
@@ -496,8 +500,8 @@ TEST(HostileCaller, HalfFramesOfManyHoldNoMoreThanTheLimit) {
   constexpr size_t kHeld = 256 << 10, kHalf = 60'000;
   Worker owner({"tcp"}, {.held_bytes = kHeld}), reader({"tcp"}, {}, 8);
   owner.listen();
-  const ConnectRequest request{"tcp", true, {std::string(kHalf, 'x')}};
-  const std::string half = encode(Type::kConnect, 1, encode_connect(request)).substr(0, kHalf);
+  const ConnectRequest request{"owner", kEpoch, "tcp", {std::string(kHalf, 'x')}};
+  const std::string half = encode(Type::kConnect, 1, write_connect_request(request)).substr(0, kHalf);
   std::vector<std::unique_ptr<Caller>> callers;
   for (int count = 0; count < 16; ++count) {
     callers.push_back(std::make_unique<Caller>(owner));

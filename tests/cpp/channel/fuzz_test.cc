@@ -48,7 +48,8 @@ class Generator {
       case 0:
         return encode(Type::kCard, id);
       case 1:
-        return encode(Type::kConnect, id, encode_connect({"tcp", once_in(2), strings(70)}));
+        return encode(Type::kConnect, id,
+                      write_connect_request({"owner", 1, "tcp", strings(70), once_in(2)}));
       case 2:
         return encode(Type::kSettle, id, encode_seat({1, random_()}));
       case 3:
@@ -62,7 +63,8 @@ class Generator {
     const auto id = static_cast<uint32_t>(below(4));
     switch (below(5)) {
       case 0:
-        return encode(Type::kConnected, id, encode_connected({1, strings(70), strings(9), strings(3)}));
+        return encode(Type::kConnected, id,
+                      write_connect_reply({1, strings(70), strings(9), strings(3), {}}));
       case 1:
         return encode(Type::kRefused, id,
                       encode_refusal({static_cast<Reason>(below(9)), bytes(50), bytes(9)}));
@@ -108,7 +110,7 @@ void expect_within_bounds(const Request& request) {
   EXPECT_NE(request.id, 0u);
   if (const auto* connect = std::get_if<ConnectRequest>(&request.body)) {
     EXPECT_TRUE(!connect->hellos.empty() && connect->hellos.size() <= 64);
-    EXPECT_LE(encode_connect(*connect).size(), size_t{kMaxConnectBytes});
+    EXPECT_LE(write_connect_request(*connect).size(), size_t{kMaxConnectBytes});
   } else if (const auto* seats = std::get_if<std::vector<SeatRef>>(&request.body)) {
     EXPECT_LE(seats->size(), size_t{kMaxSeats});
   }
@@ -155,8 +157,8 @@ size_t give_reader(Generator& generator, const Credentials& owner) {
   for (const ReaderSession::Answer& answer : answers) {
     EXPECT_NE(answer.id, 0u);
     if (const auto refusal = parse_refusal(answer.body)) num_parsed += !status_of(*refusal).ok();
-    if (const auto accepted = parse_connected(answer.body)) {
-      EXPECT_TRUE(accepted->replies.size() <= 64 && accepted->lease_keys.size() <= 2);
+    if (const auto reply = read_connect_reply(answer.body); reply.ok()) {
+      EXPECT_TRUE(reply->replies.size() <= 64 && reply->lease_keys.size() <= 2);
       ++num_parsed;
     }
     const auto numbers = parse_numbers(answer.body);

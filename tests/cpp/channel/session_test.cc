@@ -55,12 +55,13 @@ Status told(const std::string& sent, const std::string& first = greeting()) {
   return reader.ended();
 }
 
-const ConnectRequest kConnectOverTcp{"tcp", true, {"first lane", "second lane"}};
+const ConnectRequest kConnectOverTcp{"owner", 3, "tcp", {"first lane", "second lane"}};
 const std::vector<SeatRef> kSeats{{1, 70}, {9, 71}};
 
 /// Each kind of request, after a hello.
 std::string all_requests() {
-  return hello() + encode(Type::kCard, 1) + encode(Type::kConnect, 2, encode_connect(kConnectOverTcp)) +
+  return hello() + encode(Type::kCard, 1) +
+         encode(Type::kConnect, 2, write_connect_request(kConnectOverTcp)) +
          encode(Type::kSettle, 3, encode_seat(kSeats[0])) + encode(Type::kRenew, 4, encode_seats(kSeats));
 }
 
@@ -101,7 +102,7 @@ TEST(OwnerSession, FindsTheSameRequestsWhereverTheBytesAreCut) {
 TEST(OwnerSession, DoesNothingForAFrameThatIsCutOff) {
   const std::string whole = all_requests();
   const size_t connect = hello().size() + encode(Type::kCard, 1).size();
-  const size_t end = connect + encode(Type::kConnect, 2, encode_connect(kConnectOverTcp)).size();
+  const size_t end = connect + encode(Type::kConnect, 2, write_connect_request(kConnectOverTcp)).size();
   for (size_t cut = connect; cut < end; ++cut) {
     OwnerSession session(credentials(), kNow);
     EXPECT_EQ(feed(session, whole.substr(0, cut)).requests.size(), 1u);
@@ -187,14 +188,11 @@ TEST(OwnerSession, GivesAHelloAndEachFrameTenSeconds) {
 
 TEST(OwnerSession, RefusesMalformedBodies) {
   const std::string seat = encode_seat(kSeats[0]);
-  const std::string connect = encode_connect(kConnectOverTcp);
-  std::string many = connect, flag = connect, surplus = connect + "x";
-  const uint32_t lanes = 65, two = 2;
-  std::memcpy(&flag[4 + 3], &two, sizeof two);
-  std::memcpy(&many[4 + 3 + 4], &lanes, sizeof lanes);
-  for (const std::string& body :
-       {many, flag, surplus, encode_connect({"", true, {"x"}}), encode_connect({"tcp", true, {}}),
-        encode_connect({std::string(33, 't'), true, {"x"}})}) {
+  const std::string connect = write_connect_request(kConnectOverTcp);
+  ConnectRequest many = kConnectOverTcp, nameless = kConnectOverTcp, silent = kConnectOverTcp;
+  many.hellos.resize(kMaxHellos + 1, "x"), nameless.transport.clear(), silent.hellos.clear();
+  for (const std::string& body : {connect + "x", write_connect_request(many), write_connect_request(nameless),
+                                  write_connect_request(silent)}) {
     OwnerSession session = admitted();
     const Actions actions = feed(session, encode(Type::kConnect, 1, body));
     EXPECT_TRUE(actions.end && actions.requests.empty());
@@ -251,14 +249,14 @@ TEST(ReaderSession, EndsWithASentenceThatNamesTheOwner) {
 
 TEST(Messages, KeepWhatTheyCarry) {
   const Accepted accepted{5, {"one", ""}, {"pool", "more"}, {"slots", "words"}};
-  const auto parsed = parse_connected(encode_connected(accepted));
-  ASSERT_TRUE(parsed.has_value());
+  const auto parsed = accepted_of(reply_of(accepted));
+  ASSERT_TRUE(parsed.ok());
   EXPECT_EQ(parsed->connection_id, 5u);
   EXPECT_EQ(parsed->replies, accepted.replies);
   EXPECT_EQ(parsed->pool_keys, accepted.pool_keys);
   EXPECT_EQ(parsed->lease_keys, accepted.lease_keys);
+  EXPECT_EQ(accepted_of(reply_of(Status::AccessDenied("why"))).status().code(), Code::kAccessDenied);
   EXPECT_EQ(parse_numbers(encode_numbers(std::vector<uint32_t>{3, 4})), (std::vector<uint32_t>{3, 4}));
-  EXPECT_FALSE(parse_connected(encode_connected({5, {}})).has_value());
   EXPECT_FALSE(parse_numbers(encode_numbers(std::vector<uint32_t>{3, 4}).substr(0, 8)).has_value());
 }
 
