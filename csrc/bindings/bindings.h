@@ -113,6 +113,8 @@ void register_pull(py::module_& m);
 void register_connection(py::module_& m);
 /// bindings/channel.cc: the native channel.
 void register_channel(py::module_& m);
+/// bindings/ticket.cc: the codec of tickets.
+void register_ticket(py::module_& m);
 /// bindings/memory.cc: memory that kvlink allocates.
 void register_memory(py::module_& m);
 /// bindings/rdma_options.cc: the options of RDMA connections.

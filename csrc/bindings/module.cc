@@ -305,6 +305,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
         return py::make_tuple(prior.start_us, prior.op_ns, prior.gib_per_s);
       },
       py::arg("transport"));
+  register_ticket(m);
   register_memory(m);
   register_kernel(m);
   register_plan(m);

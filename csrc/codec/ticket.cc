@@ -138,6 +138,8 @@ Parts parts_of(const Ticket& ticket) {
     header.add(static_cast<uint16_t>(name->size()));
   }
   header.add(ticket.ttl_ms).add(static_cast<uint16_t>(std::max<size_t>(ticket.groups.size(), 1)));
+  rest.blob_.reserve(kSeatBytes * ticket.seats.size() + 3 * kMaxNameBytes + 4 * ticket.block_ids.size() +
+                     kGroupBytes * ticket.groups.size() + ticket.digests.size());
   for (const LeaseSeat& seat : ticket.seats) rest.add(seat.slot).add(seat.nonce).add(seat.settle_nonce);
   rest.text(ticket.request_id).text(ticket.worker_id).text(ticket.agent);
   rest.text({reinterpret_cast<const char*>(ticket.block_ids.data()), 4 * ticket.block_ids.size()});
@@ -243,6 +245,7 @@ Result<std::string> write_ticket(const Ticket& ticket) {
   const auto header_bytes = static_cast<uint16_t>(header.blob_.size());
   const uint32_t checksum = crc32(parts.rest, crc32(header.blob_));
   Out whole;
+  whole.blob_.reserve(kPrefixBytes + header_bytes + parts.rest.size());
   whole.text(kMagic).add(header_bytes).add(static_cast<uint16_t>(kProtocolVersion)).add(checksum);
   whole.text(header.blob_).text(parts.rest);
   return std::move(whole.blob_);

@@ -2,7 +2,7 @@
 """The C++ data plane. Its users: `kvlink.transfer`, benchmarks and tests."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 NIC_SLICE_BYTES: Final[int]
 """NICs register memory in slices of so many bytes. Every slice of GPU memory has a dma-buf of its own."""
@@ -12,6 +12,19 @@ def transports() -> list[tuple[str, str, int, str, str]]:
 
 def prior_cost(transport: str) -> tuple[float, float, float]:
     """Returns the assumed cost of pulls over "verbs" or "cuda": start-up in us, ns of an operation, GiB/s."""
+
+_Ticket: TypeAlias = tuple[
+    str, str, str, int, Sequence[tuple[int, int, int]], bytes, bytes, int, int, int, int, int, int, bytes, bytes, int,
+    bytes, int,
+]  # fmt: skip
+"""request_id, worker_id, agent, epoch, seats, block ids and (blocks, tokens) of groups as u32, num_tokens, ready,
+ready_unit, rank, num_ranks, milliseconds to live, signature, trace, bytes of a digest, digests, model."""
+
+def read_ticket(blob: bytes) -> _Ticket:
+    """Raises ConfigError for bytes that `write_ticket` cannot have written."""
+
+def write_ticket(*fields: object) -> bytes:
+    """Takes what `read_ticket` returns. Raises ConfigError if a field exceeds its bound, TypeError beyond its type."""
 
 class HostMemory:
     """A zeroed, mapped memfd. Raises ConfigError when there is no memory."""

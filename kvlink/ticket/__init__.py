@@ -20,25 +20,22 @@ import binascii
 import itertools
 import re
 import struct
-import sys
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from kvlink import _core
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
 from kvlink.runtime.names import MAX_NAME_BYTES, check_kind, check_name
-from kvlink.ticket.prefix_digests import HEADER_BYTES, MAX_DIGEST_BYTES, PrefixDigests
+from kvlink.ticket.prefix_digests import MAX_DIGEST_BYTES, PrefixDigests
 from kvlink.tracing import traceparent
 from kvlink.tracing.traceparent import TraceParent
-from kvlink.types import PROTOCOL_VERSION, ReadyUnit
+from kvlink.types import ReadyUnit
 
 _PREFIX = struct.Struct("<4sHHI")
-_HEADER = struct.Struct("<QIIIBBHHHHHIH")
-_SEAT = struct.Struct("<IQQ")
-_GROUP = struct.Struct("<II")
+_HEADER_BYTES, _SEAT_BYTES = 38, 20
 _MODEL = struct.Struct("<Q")
 _MAGIC, _UNSIGNED = b"KVT1", b""
 
@@ -50,11 +47,9 @@ SHARED_SEAT = 1
 MAX_SLOTS = 1 << 20
 """The largest number of slots of a lease table, without its header."""
 SIGNATURE_BYTES = 16
-_SIGNED_BYTES = _HEADER.size + SIGNATURE_BYTES
-_TRACED_BYTES = _SIGNED_BYTES + traceparent.NUM_BYTES
-_DIGESTED_BYTES = _TRACED_BYTES + HEADER_BYTES
+_TRACE_AT = _HEADER_BYTES + SIGNATURE_BYTES
 MAX_TICKET_BYTES = (
-    _PREFIX.size + 4096 + 255 * _SEAT.size + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 8 * MAX_GROUPS
+    _PREFIX.size + 4096 + 255 * _SEAT_BYTES + 3 * MAX_NAME_BYTES + 4 * MAX_BLOCKS + 8 * MAX_GROUPS
     + MAX_DIGEST_BYTES
 )  # fmt: skip
 
@@ -176,58 +171,42 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
-        header, rest = self._parts()
-        header += self.signature
-        if self.trace is not None:
-            header = header.ljust(_SIGNED_BYTES, b"\0") + self.trace.to_bytes()
-        if self.digests is not None:
-            header = header.ljust(_TRACED_BYTES, b"\0") + self.digests.header()
-        if self.model:
-            header = header.ljust(_DIGESTED_BYTES, b"\0") + _MODEL.pack(self.model)
-        body = header + rest
-        return _PREFIX.pack(_MAGIC, len(header), PROTOCOL_VERSION, zlib.crc32(body)) + body
+        digests = PrefixDigests(0, b"") if self.digests is None else self.digests.checked(self.num_tokens)
+        try:
+            groups = array("I", itertools.chain(*zip(self.group_sizes, self.group_tokens, strict=True)))
+            return _core.write_ticket(
+                self.request_id, self.worker_id, self.agent, self.epoch, self.seats, self.block_ids.tobytes(),
+                groups.tobytes(), self.num_tokens, self.ready, self.ready_unit.value, self.rank, self.num_ranks,
+                round(self.ttl_s * 1000), self.signature, self.trace.to_bytes() if self.trace else b"",
+                digests.size, digests.data, self.model,
+            )  # fmt: skip
+        except ConfigError as error:
+            raise ConfigError(f"{error.args[0]}: {self!r}") from None
+        except (TypeError, OverflowError, ValueError):
+            raise ConfigError(
+                f"a number exceeds its type, or the lists of groups differ in length: {self!r}"
+            ) from None
 
     def signed_bytes(self) -> bytes:
         """Returns the bytes that a signature covers. Raises ConfigError as `to_bytes` does."""
-        if self._signed:
-            return self._signed
-        digests = b"" if self.digests is None else self.digests.header()
-        model = b"model" + _MODEL.pack(self.model) if self.model else b""
-        return _MAGIC + b"".join(self._parts()) + digests + model
+        return self._signed or self._keep_signed(self.to_bytes())._signed
 
     def signed(self, sign: Callable[[bytes], bytes]) -> Ticket:
         """Returns the ticket with the signature that `sign` makes of `signed_bytes`."""
         message = self.signed_bytes()
         return replace(self, signature=sign(message))._with_signed(message)
 
+    def _keep_signed(self, blob: bytes) -> Ticket:
+        """Takes from the wire form what a signature covers: all but the trace and the signature itself."""
+        _, header_bytes, *_ = _PREFIX.unpack_from(blob)
+        digests = b"" if self.digests is None else self.digests.header()
+        model = b"model" + _MODEL.pack(self.model) if self.model else b""
+        header, rest = blob[_PREFIX.size :][:_HEADER_BYTES], blob[_PREFIX.size + header_bytes :]
+        return self._with_signed(_MAGIC + header + rest + digests + model)
+
     def _with_signed(self, message: bytes) -> Ticket:
         object.__setattr__(self, "_signed", message)
         return self
-
-    def _parts(self) -> tuple[bytes, bytes]:
-        names = [name.encode() for name in (self.request_id, self.worker_id, self.agent)]
-        if any(len(name) > MAX_NAME_BYTES for name in names) or not names[0] or not names[1]:
-            raise ConfigError(f"request and worker ids must have 1 to {MAX_NAME_BYTES} bytes: {self!r}")
-        if not 1 <= len(self.seats) <= 255 or len(self.block_ids) > MAX_BLOCKS:
-            raise ConfigError(f"a ticket has 1 to 255 seats and at most {MAX_BLOCKS} blocks: {self!r}")
-        if not _fit(self.group_sizes, self.group_tokens, len(self.block_ids), self.num_tokens):
-            raise ConfigError(
-                f"a ticket has 2 to {MAX_GROUPS} groups or none, whose sizes add up to its blocks, and which keep at "
-                f"most its tokens: {self!r}"
-            )
-        if len(self.signature) not in (0, SIGNATURE_BYTES):
-            raise ConfigError(f"a signature has {SIGNATURE_BYTES} bytes: {self!r}")
-        header = _HEADER.pack(
-            self.epoch, self.num_tokens, len(self.block_ids), self.ready, self.ready_unit.value, len(self.seats),
-            self.rank, self.num_ranks, len(names[0]), len(names[1]), len(names[2]), round(self.ttl_s * 1000),
-            max(len(self.group_sizes), 1),
-        )  # fmt: skip
-        seats = b"".join(_SEAT.pack(seat.slot, seat.nonce, seat.settle_nonce) for seat in self.seats)
-        groups = b"".join(
-            itertools.starmap(_GROUP.pack, zip(self.group_sizes, self.group_tokens, strict=True))
-        )
-        digests = b"" if self.digests is None else self.digests.checked(self.num_tokens).data
-        return header, seats + b"".join(names) + _little_endian(self.block_ids).tobytes() + groups + digests
 
     def to_text(self) -> str:
         """Returns a form of `to_bytes` that is safe in URLs and JSON."""
@@ -237,10 +216,18 @@ class Ticket:
     def from_bytes(cls, blob: bytes) -> Ticket:
         """Parses untrusted bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
         check_kind(blob, (bytes, bytearray, memoryview), "a ticket", "bytes")
-        try:
-            return _parse(blob)
-        except (struct.error, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError(f"not a ticket of kvlink: {error}") from None
+        blob = bytes(blob)
+        (
+            request_id, worker_id, agent, epoch, seats, ids, groups, num_tokens, ready, ready_unit, rank, num_ranks,
+            ttl_ms, signature, trace, digest_bytes, digests, model,
+        ) = _core.read_ticket(blob)  # fmt: skip
+        numbers = array("I", groups)
+        ticket = cls(
+            request_id, worker_id, epoch, agent, tuple(map(LeaseSeat._make, seats)), array("I", ids), num_tokens, ready,
+            ReadyUnit(ready_unit), rank, num_ranks, ttl_ms / 1000, signature, tuple(numbers[::2]), tuple(numbers[1::2]),
+            TraceParent.from_bytes(trace), PrefixDigests(digest_bytes, digests) if digests else None, model,
+        )  # fmt: skip
+        return ticket._keep_signed(blob) if signature else ticket
 
     @staticmethod
     def is_text(text: str) -> bool:
@@ -264,92 +251,14 @@ class Ticket:
         return cls.from_bytes(blob)
 
 
-def _fit(sizes: Sequence[int], tokens: Sequence[int], num_blocks: int, num_tokens: int) -> bool:
-    """Returns whether these can be the numbers of blocks and tokens of the groups of a ticket."""
-    if not sizes and not tokens:
-        return True
-    counts_fit = 2 <= len(sizes) == len(tokens) <= MAX_GROUPS
-    return counts_fit and min(*sizes, *tokens) >= 0 and sum(sizes) == num_blocks and max(tokens) <= num_tokens
-
-
-def _little_endian(ids: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        ids = array("I", ids)
-        ids.byteswap()
-    return ids
-
-
-def _parse(blob: bytes) -> Ticket:
-    if len(blob) > MAX_TICKET_BYTES:
-        raise ValueError("too long")
-    magic, header_bytes, version, checksum = _PREFIX.unpack_from(blob)
-    if magic != _MAGIC:
-        raise ValueError("wrong magic")
-    if version != PROTOCOL_VERSION:
-        raise ValueError(f"protocol version {version}, this process speaks {PROTOCOL_VERSION}")
-    body = memoryview(blob)[_PREFIX.size :]
-    if zlib.crc32(body) != checksum:
-        raise ValueError("checksum differs")
-    if header_bytes < _HEADER.size:
-        raise ValueError("header too short")
-    epoch, num_tokens, num_blocks, ready, ready_unit, num_seats, rank, num_ranks, *rest = _HEADER.unpack_from(
-        body
-    )
-    *name_bytes, ttl_ms, num_groups = rest
-    if max(name_bytes) > MAX_NAME_BYTES or not 1 <= num_groups <= MAX_GROUPS:
-        raise ValueError("a count exceeds its bound")
-    if num_blocks > MAX_BLOCKS or not num_seats:
-        raise ValueError("a count exceeds its bound")
-    at = header_bytes
-    seats = tuple(LeaseSeat(*_SEAT.unpack_from(body, at + i * _SEAT.size)) for i in range(num_seats))
-    at += num_seats * _SEAT.size
-    listed = num_groups if num_groups > 1 else 0
-    end = at + sum(name_bytes) + 4 * num_blocks + _GROUP.size * listed
-    if len(body) < end:
-        raise ValueError("the length differs from the header")
-    digests = PrefixDigests.parse(body[_TRACED_BYTES:header_bytes], body[end:], num_tokens)
-    names = []
-    for size in name_bytes:
-        names.append(bytes(body[at : at + size]).decode())
-        at += size
-    block_ids, group_sizes, group_tokens = _blocks(body[at:], num_blocks, listed, num_tokens)
-    signature, trace = _extension(body, header_bytes) if header_bytes > _HEADER.size else (_UNSIGNED, None)
-    has_model = header_bytes >= _DIGESTED_BYTES + _MODEL.size
-    (model,) = _MODEL.unpack_from(body, _DIGESTED_BYTES) if has_model else (0,)
-    ticket = Ticket(
-        request_id=names[0], worker_id=names[1], epoch=epoch, agent=names[2], seats=seats,
-        block_ids=_little_endian(block_ids), num_tokens=num_tokens, ready=ready,
-        ready_unit=ReadyUnit(ready_unit), rank=rank, num_ranks=num_ranks, ttl_s=ttl_ms / 1000,
-        signature=signature, group_sizes=group_sizes, group_tokens=group_tokens, trace=trace, digests=digests,
-        model=model,
-    )  # fmt: skip
-    return ticket._with_signed(ticket.signed_bytes())
-
-
-def _blocks(
-    body: memoryview, num_blocks: int, num_groups: int, num_tokens: int
-) -> tuple[array[int], tuple[int, ...], tuple[int, ...]]:
-    """Returns the block ids, and the numbers of blocks and of tokens of each of `num_groups` groups."""
-    block_ids = array("I")
-    block_ids.frombytes(body[: 4 * num_blocks])
-    numbers = struct.unpack_from(f"<{2 * num_groups}I", body, 4 * num_blocks)
-    sizes, tokens = numbers[::2], numbers[1::2]
-    if not _fit(sizes, tokens, num_blocks, num_tokens):
-        raise ValueError("the groups do not add up to the blocks, or keep more tokens than there are")
-    return block_ids, sizes, tokens
-
-
-def _extension(body: memoryview, header_bytes: int) -> tuple[bytes, TraceParent | None]:
-    """Returns the signature and the trace of a header that is longer than the shortest one."""
-    signature = bytes(body[_HEADER.size : _SIGNED_BYTES]) if header_bytes >= _SIGNED_BYTES else _UNSIGNED
-    traced = body[_SIGNED_BYTES:_TRACED_BYTES] if header_bytes >= _TRACED_BYTES else _UNSIGNED
-    return signature if any(signature) else _UNSIGNED, TraceParent.from_bytes(bytes(traced))
-
-
 def trace_in(blob: bytes) -> TraceParent | None:
     """Returns the trace of a ticket for a program that only forwards it. None without a trace or a valid ticket."""
     try:
         magic, header_bytes, _, _ = _PREFIX.unpack_from(blob)
     except struct.error:
         return None
-    return _extension(memoryview(blob)[_PREFIX.size :], header_bytes)[1] if magic == _MAGIC else None
+    if magic != _MAGIC or header_bytes < _TRACE_AT + traceparent.NUM_BYTES:
+        return None
+    return TraceParent.from_bytes(
+        bytes(memoryview(blob)[_PREFIX.size :][_TRACE_AT:][: traceparent.NUM_BYTES])
+    )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from kvlink.errors import ConfigError
 
 _HEADER = struct.Struct("<IB")
-HEADER_BYTES = _HEADER.size
 _BYTES = range(8, 65)
 """How long a digest may be."""
 MAX_DIGEST_BYTES = 4 << 20
@@ -103,18 +102,3 @@ class PrefixDigests:
     def header(self) -> bytes:
         """Returns the part of a ticket's header that says how long `data` is."""
         return _HEADER.pack(len(self), self.size)
-
-    @classmethod
-    def parse(cls, header: memoryview, rest: memoryview, num_tokens: int) -> PrefixDigests | None:
-        """Parses untrusted bytes: `header`, which may be too short or too long, and `rest`, which is all of the data.
-
-        Returns None if there are no digests. Raises ValueError for anything that `header` and `data` cannot be.
-        """
-        number, size = _HEADER.unpack_from(header) if len(header) >= _HEADER.size else (0, 0)
-        if len(rest) != number * size:
-            raise ValueError("the length differs from the header")
-        if number == 0:
-            return None
-        if size not in _BYTES or len(rest) > MAX_DIGEST_BYTES or num_tokens % number:
-            raise ValueError("the digests exceed a bound")
-        return cls(size, bytes(rest))

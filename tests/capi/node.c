@@ -59,6 +59,7 @@ static uint64_t from_hex(const char* word) {
 
 static uint32_t from_list(char* word, uint32_t* numbers) {
   uint32_t count = 0;
+  if (strcmp(word, "-") == 0) return 0;
   for (char* part = strtok(word, ","); part && count < MOST_BLOCKS; part = strtok(NULL, ",")) {
     numbers[count++] = (uint32_t)strtoul(part, NULL, 10);
   }

@@ -87,7 +87,9 @@ class Node:
         """Runs a command of node.c and returns its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        texts = [str(word) for word in words]
+        assert all(texts), f"node.c skips empty words: {texts}"
+        self.process.stdin.write(" ".join(texts) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"{self.name} has ended by {self.process.wait()}"
@@ -152,7 +154,7 @@ class Node:
 
 
 def _list(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+    return ",".join(map(str, numbers)) or "-"
 
 
 class COwner:

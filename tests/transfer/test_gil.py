@@ -87,7 +87,9 @@ EXEMPT = {
     "Transfer.started_ns": _CONSTANT,
     "Transfer.state": _ATOMIC,
     "prior_cost": _COMPUTES,
+    "read_ticket": _COMPUTES,
     "waiting_pull": _COMPUTES,
+    "write_ticket": _COMPUTES,
 }
 """The calls that need not release the GIL, and why."""
 

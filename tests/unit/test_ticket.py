@@ -65,13 +65,13 @@ def test_the_lists_of_cache_groups_come_back(ticket: Ticket, cuts: tuple[int, ..
 
 @pytest.mark.parametrize("sizes", [(40,), (20, 19), (39, 2), (0,) * 257])
 def test_sizes_of_groups_that_do_not_add_up_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="whose sizes add up"):
+    with pytest.raises(ConfigError, match="do not add up to the blocks"):
         dataclasses.replace(TICKET, group_sizes=sizes, group_tokens=(1,) * len(sizes)).to_bytes()
 
 
 @pytest.mark.parametrize("kept", [(), (640,), (640, 641), (640, 640, 1)])
 def test_groups_keep_at_most_the_tokens_of_the_request(kept: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="keep at most its tokens"):
+    with pytest.raises(ConfigError, match=r"keep more tokens than there are|lists of groups differ"):
         dataclasses.replace(TICKET, group_sizes=(30, 10), group_tokens=kept).to_bytes()
 
 
