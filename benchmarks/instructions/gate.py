@@ -35,16 +35,18 @@ _COMPILER = re.compile(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+")
 
 
 class Case(NamedTuple):
-    """One count, taken while within `function` of work.py's `work`, or of C_PROGRAM if a round has `per_round`."""
+    """One count, taken while within `function`, which each round of the work calls `calls` times."""
 
     work: str
     function: str
     rounds: int
-    per_round: int = 0
+    calls: int = 1
+    in_c: bool = False
+    """Whether C_PROGRAM does the work, and not work.py."""
 
     def command(self) -> list[str]:
         """Returns the program that is counted."""
-        if self.per_round:
+        if self.in_c:
             return [str(C_PROGRAM), str(self.rounds), self.work]
         work = Path(__file__).with_name("work.py")
         return [sys.executable, str(work), str(_core.__file__), self.work, str(self.rounds)]
@@ -58,10 +60,10 @@ CASES = {
     "pull": Case("pull", "kvlink::Connection::pull(*", 400),
     "worker": Case("worker_pull", "*call_rounds(*", 400),
     "sweep": Case("sweep", "kvlink::LeaseTable::sweep(*", 8),
-    "c plain": Case("plain", "kvl_pull_start", 8, 64),
-    "c prepared": Case("prepared", "kvl_pull_start", 8, 64),
-    "engine plain": Case("plain", "*Own::engine_pull(*", 8, 64),
-    "engine prepared": Case("prepared", "*Own::engine_pull(*", 8, 64),
+    "c plain": Case("plain", "kvl_pull_start", 8, 64, in_c=True),
+    "c prepared": Case("prepared", "kvl_pull_start", 8, 64, in_c=True),
+    "engine plain": Case("plain", "*Own::engine_pull(*", 8, 64, in_c=True),
+    "engine prepared": Case("prepared", "*Own::engine_pull(*", 8, 64, in_c=True),
 }
 
 
@@ -104,7 +106,7 @@ def count(case: Case) -> int:
         raise GateError(f"{' '.join(command)}:\n{done.stderr}")
     if not int(found[1]):
         raise GateError(f"{case.function} was never called; write its current name in csrc/ into gate.py")
-    return round(int(found[1]) / (case.rounds * max(case.per_round, 1)))
+    return round(int(found[1]) / (case.rounds * case.calls))
 
 
 def added(counts: Mapping[str, int]) -> dict[str, int]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares real pulls by one to four readers on this machine with a simulation of the same arrivals.
 
-The cost model is fitted to pulls of one reader, without the time they waited. The machine's capacity is taken from two
-readers that never pause. Both are measured just before and just after. The simulation predicts three and four readers,
-and how long requests wait for each other.
+The cost model is fitted to pulls of one reader, without the time they waited. The machine's capacity is taken from as
+many readers as the row has, and at least two, that never pause: threads that share cores move less than two of them.
+Both are measured just before and just after. The simulation predicts how long requests wait for each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_DRIFT = 0.1
 """The largest change of one reader's rate between before and after that leaves a row valid."""
 _MOST_TRIES = 3
 _ALONE_PULLS = 10  # of each shape
-_PAIR_PULLS = 20  # of each of the two readers
+_SHARED_PULLS = 40  # of all readers that never pause
 _LEAD_S = 0.2
 _MOST_S = 15.0  # of one run: everything is offered before it starts, for half a minute
 _SEED = 20_250_104
@@ -76,11 +76,11 @@ def judged(row: Row, tolerance: float) -> Row:
 
 def _row(bench: _Bench, requests: int, readers: int) -> Row:
     noise, owner_ns = OtherLoad(), bench.owner.cpu_ns()
-    before = bench.known()
+    before = bench.known(readers)
     blocks, jobs = _work(requests, readers, before)
     measured = bench.run(blocks, jobs)
     landed = bench.landed(len(jobs))
-    after = bench.known()
+    after = bench.known(readers)
     known = Known(before.alone + after.alone, (before.together + after.together) / 2)
     return {
         "readers": readers,
@@ -96,7 +96,7 @@ def _row(bench: _Bench, requests: int, readers: int) -> Row:
 
 
 class Known(NamedTuple):
-    """Measurements of the machine: pulls alone, and the bytes/s of two readers that never pause."""
+    """Measurements of the machine: pulls alone, and the bytes/s of readers that never pause."""
 
     alone: list[Sample]
     together: float
@@ -183,8 +183,8 @@ class _Bench:
             for _ in range(4):
                 self._pull(reader, self._task(SHAPES[-1]))
 
-    def known(self) -> Known:
-        """Measures the first reader with the shapes in turn and the runs' load, then two that never pause."""
+    def known(self, readers: int) -> Known:
+        """Measures the first reader with the shapes in turn and the runs' load, then all, or two, without pause."""
         shapes = SHAPES * _ALONE_PULLS
         tasks = list(map(self._task, shapes))
         start = time.perf_counter_ns()
@@ -196,19 +196,20 @@ class _Bench:
             Sample(num, num * BLOCK_BYTES, each.took_us - each.late_us)
             for num, each in zip(shapes, served, strict=True)
         ]
-        return Known(alone, self._together())
+        return Known(alone, self._together(max(readers, 2)))
 
-    def _together(self) -> float:
-        tasks = [[self._task(SHAPES[-1]) for _ in range(_PAIR_PULLS)] for _ in range(2)]
+    def _together(self, readers: int) -> float:
+        each = _SHARED_PULLS // readers
+        tasks = [[self._task(SHAPES[-1]) for _ in range(each)] for _ in range(readers)]
 
         def run(reader: int) -> None:
             for task in tasks[reader]:
                 self._pull(reader, task)
 
         start = time.perf_counter_ns()
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(run, range(2)))
-        return 2 * _PAIR_PULLS * SHAPES[-1] * BLOCK_BYTES / (time.perf_counter_ns() - start) * 1e9
+        with ThreadPoolExecutor(readers) as threads:
+            list(threads.map(run, range(readers)))
+        return readers * each * SHAPES[-1] * BLOCK_BYTES / (time.perf_counter_ns() - start) * 1e9
 
     def run(self, blocks: Sequence[int], jobs: Sequence[Job]) -> list[float]:
         """Returns the µs of each pull from its intended arrival on. A reader has one in flight at a time."""

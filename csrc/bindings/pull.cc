@@ -200,12 +200,14 @@ std::shared_ptr<Pull> waiting_pull(Engine& engine, double timeout_s, uint32_t nu
 /// Says what is read from one owner, see _core.pyi.
 using PartRow = std::tuple<std::shared_ptr<Connection>, std::vector<GroupRow>, LeaseSeat, int, uint32_t>;
 
-StartReads start_of(const PartRow& row, std::function<void(uint64_t)> on_proven, uint64_t batch_units) {
+StartReads start_of(const PartRow& row, uint32_t attempt, std::function<void(uint64_t)> on_proven = {},
+                    uint64_t batch_units = 0) {
   const auto& [connection, rows, seat, stream, num_tokens] = row;
   auto reads = std::make_shared<Reads>(rows);
   reads->own_ids();
   prepare_request(reads->request(), seat, stream, 0);
   reads->request().num_tokens = num_tokens;
+  reads->request().looks_first = attempt > 0;
   reads->request().batch_units = batch_units;
   reads->request().on_proven = std::move(on_proven);
   return [connection = connection, reads = std::move(reads)](int64_t deadline_ns) {
@@ -217,7 +219,7 @@ StartReads start_of(const PartRow& row, std::function<void(uint64_t)> on_proven,
 bool connected(Pull& self, uint32_t attempt, const std::vector<PartRow>& rows) {
   check(self.check_process());
   std::vector<StartReads> reads;
-  for (const PartRow& row : rows) reads.push_back(start_of(row, {}, 0));
+  for (const PartRow& row : rows) reads.push_back(start_of(row, attempt));
   return without_gil([&] { return self.connected(attempt, reads); });
 }
 
@@ -230,7 +232,7 @@ bool connected_relay(Pull& self, uint32_t attempt, const PartRow& row, uint64_t 
     if (lease != 0) leases->set_ready(lease, units * scale);
     pull->prove(units * scale);
   };
-  const std::vector<StartReads> reads{start_of(row, on_proven, batch_units)};
+  const std::vector<StartReads> reads{start_of(row, attempt, on_proven, batch_units)};
   return without_gil([&] { return self.connected(attempt, reads); });
 }
 

@@ -9,7 +9,8 @@
 namespace kvlink {
 namespace {
 
-// How long lanes that do not answer are waited for once others work, and as many times what those took.
+// How long lanes of other paths that do not answer are waited for once one works, and as many times what
+// those took.
 constexpr int64_t kLaggardNs = 200'000'000, kLaggardTimes = 4;
 // A caller that waits for a NIC keeps a core busy, which a progress thread does not. So only pulls of about a
 // round trip wait on the calling thread.
@@ -209,14 +210,22 @@ Status Connection::connect(Probe& probe, const std::string& reply, const std::ve
   return {};
 }
 
+/// Lanes of a path that works are waited for: their NIC ends them if nothing answers. Others that do not
+/// answer are left out, some time after the first lane works.
 void Connection::await(std::vector<Probe>& probes, uint64_t epoch, const Patience& patience) const {
   const auto pending = [](const Probe& probe) { return probe.pending; };
   const auto works = [](const Probe& probe) { return !probe.pending && probe.status.ok(); };
+  const auto will_work = [&](const Probe& probe) {
+    const Traits& traits = probe.lane->endpoint().traits();
+    return probe.pending && traits.nic_driven && std::ranges::any_of(probes, [&](const Probe& other) {
+             return works(other) && other.lane->endpoint().traits().path == traits.path;
+           });
+  };
   const int64_t began = now_ns();
   int64_t laggards_until = INT64_MAX;
   while (std::any_of(probes.begin(), probes.end(), pending) && !patience.over()) {
     const int64_t now = now_ns();
-    if (now >= laggards_until) break;
+    if (now >= laggards_until && std::ranges::none_of(probes, will_work)) break;
     for (Probe& probe : probes) {
       if (probe.pending) probe.poll(epoch, *scratch_);
     }

@@ -25,6 +25,9 @@ struct PullRequest : GroupRead {
   std::shared_ptr<const Plan> prepared;
   LeaseSeat seat;  // settle_nonce 0 or kSharedSeat: validate, do not settle
   StreamUnit stream = StreamUnit::kNone;
+  /// Reads the slot before the data. To be used after the connection was cut: if its owner cut it because the
+  /// lease has ended, a second announcement would be answered by a second cut.
+  bool looks_first = false;
   uint32_t num_tokens = 0;  // of the offer; used with kTokens
   int64_t deadline_ns = 0;  // by now_ns()
   /// With a StreamUnit: at most this many units are read before the slot is checked again; 0 for no limit.

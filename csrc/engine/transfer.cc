@@ -60,6 +60,7 @@ Transfer::Transfer(const PullRequest& request, int64_t now, std::shared_ptr<cons
   }
   if (!streams_) {
     const Status planned = prepared_ ? Status{} : plan_request(request, folds(*driver_), plan_);
+    if (request.looks_first) phase_ = Phase::kPeek;
     if (planned.ok()) choose_way();
     if (planned.ok() && path_stats_) {
       stats_.predicted_us = path_stats_->predict_us(num_planned(plan().ops.size()), plan().bytes);
@@ -314,6 +315,8 @@ void Transfer::on_slot(int64_t now) {
   posted_ = false;
   if (words_[0] != seat_.nonce) {
     stop(stale_blocks(words_[0]));
+  } else if (phase_ == Phase::kPeek && !streams_) {
+    phase_ = Phase::kRead;
   } else if (phase_ == Phase::kPeek) {
     // The reads of all units planned so far had ended when this look was posted, so it validates them.
     prove();

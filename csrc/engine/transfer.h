@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One pull from one owner, as a state machine: peek (streaming only) -> read -> validate -> settle -> ended.
+// One pull from one owner, as a state machine: peek (streaming, or after a cut) -> read -> validate -> settle
+// -> ended.
 //
 // Pure except for wait(): it takes the time and what happened, and returns the next Step. Lanes
 // (engine/lane.h) turn steps into posts. Every method may be called from any thread.

@@ -147,6 +147,20 @@ def test_real_pulls_are_put_beside_their_simulation(monkeypatch: pytest.MonkeyPa
         assert 0 < row["simulated_p50_us"] <= row["simulated_p99_us"]
 
 
+def test_the_capacity_is_that_of_as_many_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, asked = validation._Bench._together, []
+
+    def noted(bench: validation._Bench, readers: int) -> float:
+        asked.append(readers)
+        return together(bench, readers)
+
+    monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
+    monkeypatch.setattr(validation, "MOST_DRIFT", 1e9)
+    monkeypatch.setattr(validation._Bench, "_together", noted)
+    list(validation.rows("loopback", requests=4, most_readers=3))
+    assert asked == [2, 2, 2, 2, 3, 3], "before and after each row"
+
+
 def test_wrong_bytes_of_a_validation_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "SHAPES", (2, 3, 4))
     monkeypatch.setenv("KVLINK_FAULT", "corrupt-data@every:1")

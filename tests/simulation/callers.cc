@@ -236,7 +236,7 @@ bool World::start_at_once(Call& call) {
   Source& source = call.sources.front();
   Link* const link = source.peer->link();
   if (!link || !link->usable()) return false;
-  const std::shared_ptr<Transfer> transfer = start_of(call, source, *link)(call.deadline_ns);
+  const std::shared_ptr<Transfer> transfer = start_of(call, source, *link, 0)(call.deadline_ns);
   if (!transfer) return false;
   call.pull = Pull::started(transfer, control_);
   call.num_attempts = 1;

@@ -107,7 +107,7 @@ void World::answer(Call& call, uint32_t attempt, int64_t until_ns) {
     if (!link) Coverage::the().note(Kind::kRefused, static_cast<size_t>(pull.state()));
     if (!link)
       return pull.refused(attempt, Status::Unreachable("the owner is gone"), call.is_relay || chance(5));
-    reads.push_back(start_of(call, source, *link));
+    reads.push_back(start_of(call, source, *link, attempt));
   }
   Coverage::the().note(Kind::kConnected, static_cast<size_t>(pull.state()));
   const bool had_ended = pull.done();
@@ -121,8 +121,8 @@ void World::answer(Call& call, uint32_t attempt, int64_t until_ns) {
   pull.refused(attempt, Status::Config("too late"), false);
 }
 
-StartReads World::start_of(Call& call, Source& source, Link& link) {
-  return [this, &call, &source, &link](int64_t deadline_ns) -> std::shared_ptr<Transfer> {
+StartReads World::start_of(Call& call, Source& source, Link& link, uint32_t attempt) {
+  return [this, &call, &source, &link, attempt](int64_t deadline_ns) -> std::shared_ptr<Transfer> {
     if (call.pull && call.pull->done()) fail("a part starts after its pull has ended");
     source.link = &link;
     if (call.pull) disturb_start(call);
@@ -132,6 +132,7 @@ StartReads World::start_of(Call& call, Source& source, Link& link) {
     }
     if (call.is_relay) call.source = static_cast<size_t>(&source - call.sources.data());
     PullRequest request = request_of(call, source, link, deadline_ns);
+    request.looks_first = attempt > 0;
     scheduler_.trace("pulls " + std::to_string(source.owner_blocks.size()) + " blocks");
     const std::shared_ptr<Transfer> transfer = [&] {
       const Scheduler::InEngine engine;

@@ -113,7 +113,7 @@ class World {
   void take(uint64_t token);
   void act(Call& call, const PullAction& action);
   void answer(Call& call, uint32_t attempt, int64_t until_ns);
-  StartReads start_of(Call& call, Source& source, Link& link);
+  StartReads start_of(Call& call, Source& source, Link& link, uint32_t attempt);
   void disturb_start(Call& call);
   PullRequest request_of(Call& call, Source& source, Link& link, int64_t deadline_ns);
   void prove(Call& call, uint64_t units);

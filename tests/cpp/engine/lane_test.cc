@@ -221,6 +221,28 @@ TEST_F(ConnectionTest, RefusesATicketBeforeItAsksForThePool) {
   EXPECT_EQ(asked, 1);
 }
 
+/// The lanes of a path that works are no laggards, however busy this machine is.
+TEST_F(ConnectionTest, WaitsForTheOtherLanesOfAPathThatWorks) {
+  const char* const paths[] = {"a:1->a:1", "a:1->a:1", "b:1->b:1"};
+  const int64_t late_ns = now_ns() + 300'000'000;  // longer than laggards are waited for
+  std::vector<LaneEnd> ends;
+  for (const char* const path : paths) {
+    auto endpoint = std::make_unique<FakeEndpoint>(
+        owner, Traits{.path = path, .window = kWhole, .nic_driven = true}, landed[0], broken[0]);
+    FakeEndpoint* const late = endpoint.get();
+    if (ends.size() > 0) late->late_polls_ = UINT32_MAX - 1;
+    if (ends.size() == 1) late->on_poll_ = [=] { late->late_polls_ *= now_ns() < late_ns; };
+    ends.push_back({std::move(endpoint)});
+  }
+  connection->close();
+  connection =
+      std::make_shared<Connection>(std::move(ends), nullptr, 0, std::make_shared<ScratchPool>(memory, 1),
+                                   std::vector{thread}, std::make_shared<PathStats>());
+  const std::vector<std::string> replies(3, "reply");
+  ASSERT_TRUE(connection->establish(0, replies, {"pool"}, {"slots", "words"}, kEpoch, INT64_MAX / 4).ok());
+  EXPECT_EQ(connection->num_missing(), 1u);
+}
+
 TEST_F(LaneTest, LanesThatGoAwayEndTheirPulls) {
   start({window(16 << 10), window(48 << 10)});
   lanes[0]->drive();

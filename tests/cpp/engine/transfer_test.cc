@@ -274,6 +274,27 @@ TEST_F(TransferTest, BlocksThatBecameReadyWakeTheOtherLanes) {
   }
 }
 
+TEST_F(TransferTest, APullThatLooksFirstReadsNothingUnderAnEndedLease) {
+  PullRequest request;
+  request.looks_first = true;
+  for (const bool ended : {true, false}) {
+    auto transfer = start(StreamUnit::kNone, kFar, {1, kNonce, kSettle}, request);
+    const Step slot = transfer->next(kAllOps, true, 0, 1);
+    ASSERT_EQ(slot.kind, Kind::kSlot);
+    EXPECT_EQ(transfer->next(kAllOps, true, 1, 1).kind, Kind::kNone);
+    slot_says(ended ? static_cast<uint64_t>(LeaseEnd::kAborted) : kNonce);
+    transfer->ended(slot, {}, 2);
+    EXPECT_EQ(transfer->status().code(), ended ? Code::kStaleBlocks : Code::kOk);
+    const Step reads = transfer->next(kAllOps, true, 0, 3);
+    EXPECT_EQ(reads.kind, ended ? Kind::kNone : Kind::kReads);
+    if (ended) continue;
+    transfer->ended(reads, {}, 4);
+    transfer->ended(transfer->next(kAllOps, true, 0, 5), {}, 6);
+    transfer->ended(transfer->next(kAllOps, true, 0, 7), {}, 8);
+    EXPECT_EQ(transfer->state(), TransferState::kSettled);
+  }
+}
+
 TEST_F(TransferTest, StreamingReadsOnlyWhatIsReadyAndBacksOff) {
   auto transfer = start(StreamUnit::kBlocks);
   Step slot = transfer->next(kOneOp, false, 0, 1);
