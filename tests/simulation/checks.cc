@@ -178,6 +178,7 @@ void World::check_end() {
     for (const auto& link : peer->links) {
       if (link->connection->pending() != 0) fail("ended pulls stay in a lane's queue");
       check_work(*link);
+      check_rails(*link);
       if (!link->healthy() || link->closed) continue;
       if (link->connection->broken()) fail("a connection breaks for no reason");
       if (link->num_posts() != 0) fail("posts are under way though nobody waits for them");
@@ -227,6 +228,21 @@ void World::check_work(const Link& link) {
   if (staged) return;
   Coverage::the().note_work(link.transfers.size(), posted, most);
   if (posted > most) fail("ranges are read twice");
+}
+
+/// A rail that is set aside reads no block, and one pull tries it with one post. A run is far shorter than
+/// RailRates::kFirstPauseNs.
+void World::check_rails(const Link& link) {
+  if (link.rails < Rails::kOneAside || link.connection->paths().size() < 2) return;
+  const RailRates& rates = link.path_stats->rails();
+  const bool to_be_tried = link.rails == Rails::kOneToBeTried;
+  if (!rates.is_aside(link.plans.front().path)) {
+    if (!to_be_tried) fail("a rail that was set aside is used again, untried");
+    return;
+  }
+  // Pulls end on the rails that are left once one breaks, and a rail may be good for a while.
+  if (to_be_tried && (link.connection->broken() || rates.num_set_aside() > 1)) return;
+  if (link.work.front()->reads > to_be_tried) fail("a rail that is set aside reads blocks");
 }
 
 /// One answered read of the slot ends a pull, and one more each time a lane returned what it had to validate,
