@@ -14,8 +14,9 @@ namespace kvlink::simulation {
 namespace {
 
 uint64_t seed_now = 0, first_seed = 0;
-// They failed once, and lie behind the seeds of the gate.
-constexpr std::array<uint64_t, 1> kKeptSeeds{17'567};
+// They lie behind those of the gate, and failed once: lanes that wait for a slot of another one, and one that
+// breaks a moment before the other. A change of the simulation gives them other runs.
+constexpr std::array<uint64_t, 2> kKeptSeeds{14'548, 26'285};
 
 uint64_t setting(const char* name, uint64_t otherwise) {
   const char* const text = std::getenv(name);
