@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from control.cards import make_card
 from transports.pools import PoolSpec
 
 from kvlink import LeaseEnd, Termination, Worker, WorkerConfig
-from kvlink.control import AgentClient, CoordinatorClient
+from kvlink.control import AgentClient, CoordinatorClient, Session
 from kvlink.control.values import Renewal
 from kvlink.coordinator import Coordinator
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, KVLinkError
+from kvlink.worker.port_events import PortLog
 
 WAIT_S = 60.0
 AHEAD = 1 << 62
@@ -71,8 +73,15 @@ async def test_a_request_is_read_and_released_by_its_id(address: str) -> None:
         assert next(ended).request_id == "released"
         assert reader.pull("empty", [2], layers=(1, 1)).done
         assert next(ended).request_id == "empty"
-        with pytest.raises(ConfigError, match="request id"):
-            reader.withdraw_prefix("")
+        for call in (
+            lambda: reader.withdraw_prefix(""),
+            lambda: reader.pull(owner.offer("r", [1]), [], tokens=(0, 0), layers=(0, 99)),
+        ):
+            with pytest.raises(ConfigError, match=r"request id|layers"):
+                call()
+        with pytest.raises(KVLinkError):
+            reader.pull("nobody offers it", [2], timeout_s=0.0).wait(WAIT_S)
+        assert reader.stats().claims.count == 3  # of those that came in time
         reader.close()
         with pytest.raises(ConfigError, match="closed"):
             reader.release(request_id="released")
@@ -80,7 +89,27 @@ async def test_a_request_is_read_and_released_by_its_id(address: str) -> None:
     await in_thread(run)
 
 
-async def test_a_host_whose_clock_went_back_gets_a_later_epoch(address: str) -> None:
+async def test_a_host_whose_clock_went_back_gets_a_later_epoch(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: Counter[str] = Counter()
+
+    def counted(kind: type, begin: str) -> None:
+        start, close = getattr(kind, begin), kind.close  # type: ignore[attr-defined]
+
+        def starts(*given: Any, **named: Any) -> Any:
+            held[kind.__name__] += 1
+            return start(*given, **named)
+
+        def closes(self: Any) -> Any:
+            held[kind.__name__] -= 1
+            return close(self)
+
+        monkeypatch.setattr(kind, begin, starts)
+        monkeypatch.setattr(kind, "close", closes)
+
+    counted(PortLog, "__init__")
+    counted(Session, "join")
     async with CoordinatorClient(address) as before:
         before.act_as("the process before")
         card = make_card("owner", epoch=AHEAD)
@@ -92,6 +121,7 @@ async def test_a_host_whose_clock_went_back_gets_a_later_epoch(address: str) -> 
         ticket = owner.offer("r", [1])
         assert ticket.epoch == owner.card.epoch
         assert reader.pull(ticket, [2]).wait(WAIT_S)
+        assert held == {"PortLog": 2, "Session": 2}, "of the owner and the reader"
 
     await in_thread(run)
 
@@ -127,6 +157,8 @@ async def test_each_part_is_closed_although_another_one_fails(
         fails(owner, call, name)
     await asyncio.to_thread(worker.close)
     assert closed == ["ports", "session", "agent", "directory", "client"]
+    membership.publish_prefix(cast(Any, None), lambda: True)
+    assert membership.num_prefixes == 0
 
 
 @pytest.mark.parametrize(("timeout_s", "most_ms"), [(None, None), (2.5, 2500), (0.25, 250), (0.0, 0)])
