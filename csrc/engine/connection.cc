@@ -259,7 +259,7 @@ std::shared_ptr<Transfer> Connection::pull(const PullRequest& request) {
   const bool small = !streaming && ends_soon(*transfer);
   const bool here = small || (!streaming && launches_);
   const bool striped = streaming || transfer->planned_bytes() >= stripe_bytes_;
-  const uint64_t lanes = choose_lanes(*transfer, !streaming && !small);
+  const uint64_t lanes = choose_lanes(*transfer, striped && !streaming && !small);
   Lane& first = lane_at(lanes);
   if (idle()) transfer->mark_alone();
   transfer->attach();  // until those have it that take over from the first if it breaks

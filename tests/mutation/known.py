@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
-_CONTROL = "kvlink/control/"
+_CONTROL, _WORKER = "kvlink/control/", "kvlink/worker/"
 _DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
@@ -97,6 +97,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "limits.MAX_PREFIX_KEYS)": "what exceeds a bound is refused, and only the words say which was looked at first",
         f"{_CONTROL}rpc/channel.py:_Server.__init__: swapped statements: "
         "self.channel = trust.dial(address, _OPTIONS) -> ahead of self.address = address": "neither uses the other",
+    },
+    "worker": {
+        f"{_WORKER}port_events.py:PortLog.__init__: swapped statements: self._reader = QueueReader(self._log_changes) "
+        "-> ahead of self._worker_id = worker_id": "events are read when the loop runs again, which is after both",
+        f"{_WORKER}directory.py:ControlDirectory.__init__: swapped statements: self.channels = ChannelClients(dial, "
+        "security.keyring is not None) -> ahead of self._coordinator = coordinator": "neither uses the other",
+        f"{_WORKER}worker.py:Worker.pull: operator: not isinstance(ticket, Ticket) -> isinstance(ticket, Ticket)":
+            "a Ticket passes parsed() unchanged, and Sources parses a text that was not",
+        f"{_WORKER}worker.py:Worker._join: constant: 1 -> 2":
+            "every epoch above the last one is granted as it is proposed",
+        f"{_WORKER}termination.py:Termination.__init__: constant: 1 -> 2":
+            "the descriptors are used only after __enter__, which sets them",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""

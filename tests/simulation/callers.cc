@@ -169,7 +169,9 @@ bool World::draw_soft_lease(Source& source, uint64_t ready, int64_t soon,
 bool World::draw_lease(Source& source) {
   Peer& peer = *source.peer;
   Owner& owner = *peer.owner;
-  const std::vector<uint32_t> blocks = source.owner_blocks = owner.take_blocks(source.contents.size());
+  std::vector<uint32_t> blocks = owner.take_blocks(source.contents.size());
+  if (chance(50)) std::ranges::reverse(blocks);  // a range each, rather than one for all
+  source.owner_blocks = blocks;
   const uint64_t lease = source.lease = next_lease_++;
   const bool is_late =
       !peer.steady && chance(12);  // a scheduler has written the ticket, and tells its worker later

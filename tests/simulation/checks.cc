@@ -22,6 +22,8 @@ constexpr int64_t kWithdrawnNs = 40'000'000;
 constexpr uint64_t kLooksForReady = 64;
 // The most of 10,000 seeds, and half as much again.
 constexpr uint64_t kStepsOfEvent = 800, kStepsOfTick = 50, kAllocationsOfEvent = 20, kAllocationsOfLane = 15;
+// csrc/staging/staged_endpoint.cc looks every 320 us for a slot that another lane holds.
+constexpr uint64_t kLooksForSlot = 4;
 
 bool has_ended_well(const Transfer& transfer) {
   return transfer.state() == TransferState::kValid || transfer.state() == TransferState::kSettled;
@@ -176,6 +178,7 @@ void World::check_end() {
     for (const auto& link : peer->links) {
       if (link->connection->pending() != 0) fail("ended pulls stay in a lane's queue");
       check_work(*link);
+      check_rails(*link);
       if (!link->healthy() || link->closed) continue;
       if (link->connection->broken()) fail("a connection breaks for no reason");
       if (link->num_posts() != 0) fail("posts are under way though nobody waits for them");
@@ -196,7 +199,10 @@ void World::check_effort() {
   const Work& work = scheduler_.work();
   const auto ms = static_cast<uint64_t>(scheduler_.since_start_ns() / kTickNs);
   Coverage::the().note_effort(events, work.steps, work.allocations);
-  if (work.steps > kStepsOfEvent * events + kStepsOfTick * lanes * ms) fail("a thread is busy with nothing");
+  const uint64_t ticks = ms * (staging_ ? kLooksForSlot : 1);
+  if (work.steps > kStepsOfEvent * events + kStepsOfTick * lanes * ticks) {
+    fail("a thread is busy with nothing");
+  }
   if (work.allocations > kAllocationsOfEvent * events + kAllocationsOfLane * lanes)
     fail("memory is allocated in vain");
 }
@@ -222,6 +228,21 @@ void World::check_work(const Link& link) {
   if (staged) return;
   Coverage::the().note_work(link.transfers.size(), posted, most);
   if (posted > most) fail("ranges are read twice");
+}
+
+/// A rail that is set aside reads no block, and one pull tries it with one post. A run is far shorter than
+/// RailRates::kFirstPauseNs.
+void World::check_rails(const Link& link) {
+  if (link.rails < Rails::kOneAside || link.connection->paths().size() < 2) return;
+  const RailRates& rates = link.path_stats->rails();
+  const bool to_be_tried = link.rails == Rails::kOneToBeTried;
+  if (!rates.is_aside(link.plans.front().path)) {
+    if (!to_be_tried) fail("a rail that was set aside is used again, untried");
+    return;
+  }
+  // Pulls end on the rails that are left once one breaks, and a rail may be good for a while.
+  if (to_be_tried && (link.connection->broken() || rates.num_set_aside() > 1)) return;
+  if (link.work.front()->reads > to_be_tried) fail("a rail that is set aside reads blocks");
 }
 
 /// One answered read of the slot ends a pull, and one more each time a lane returned what it had to validate,

@@ -324,8 +324,10 @@ std::shared_ptr<DeviceCopier> make_copier(std::function<void(const std::byte* at
 void SimulatedEndpoint::close() {
   const Call call(inside_);
   if (std::exchange(state_->closed, true)) return;
+  const bool had_posts = !state_->posts.empty();
   state_->posts.clear();
   close_fd(fd_);
+  if (had_posts) observer_.quiet();  // others have time to take over
 }
 
 }  // namespace kvlink::simulation

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the reader's engine under many seeds. KVLINK_SIMULATION_SEEDS: how many. KVLINK_SIMULATION_FIRST:
 // which is the first. KVLINK_SIMULATION_TRACE: prints what happens.
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -13,6 +14,9 @@ namespace kvlink::simulation {
 namespace {
 
 uint64_t seed_now = 0, first_seed = 0;
+// They lie behind those of the gate, and failed once: lanes that wait for a slot of another one, and one that
+// breaks a moment before the other. A change of the simulation gives them other runs.
+constexpr std::array<uint64_t, 2> kKeptSeeds{14'548, 26'285};
 
 uint64_t setting(const char* name, uint64_t otherwise) {
   const char* const text = std::getenv(name);
@@ -37,11 +41,15 @@ int main() {
   const uint64_t num_seeds = setting("KVLINK_SIMULATION_SEEDS", 10'000);
   first_seed = setting("KVLINK_SIMULATION_FIRST", 1);
   uint64_t num_pulls = 0, num_valid = 0;
-  for (seed_now = first_seed; seed_now < first_seed + num_seeds; ++seed_now) {
-    World world(seed_now);
+  const auto run = [&](uint64_t seed) {
+    World world(seed_now = seed);
     world.run();
     num_pulls += world.num_pulls();
     num_valid += world.num_valid();
+  };
+  for (uint64_t seed = first_seed; seed < first_seed + num_seeds; ++seed) run(seed);
+  if (!std::getenv("KVLINK_SIMULATION_FIRST")) {
+    for (const uint64_t seed : kKeptSeeds) run(seed);
   }
   if (std::getenv("KVLINK_SIMULATION_COVERAGE") || num_seeds > 50'000) Coverage::the().print();
   std::printf("simulation: %llu seeds, %llu pulls, %llu of them valid\n",

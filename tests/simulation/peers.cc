@@ -29,9 +29,6 @@ std::shared_ptr<const Planner> planner() {
   return made;
 }
 
-/// The first rail of some connections is set aside, and on some of these it is to be tried.
-enum class Rails : uint8_t { kNone, kAllUsed, kOneAside, kOneToBeTried };
-
 Rails rails_of(const Peer& peer) {
   if (peer.manner != Manner::kQueue) return Rails::kNone;
   constexpr std::array kinds{Rails::kAllUsed, Rails::kOneAside, Rails::kOneToBeTried};
@@ -166,12 +163,12 @@ Link& World::make_link(Peer& peer) {
     link.staged = true;
   }
   if (other_process) note(Event::kRestarted);
-  const Rails rails = rails_of(peer);
+  link.rails = rails_of(peer);
   for (int64_t left = random().between(1, 3); left > 0; --left) {
     link.plans.push_back(draw_plan(peer, chance(25)));
     EndpointPlan& plan = link.plans.back();
-    if (rails != Rails::kNone) plan.path = "nic" + std::to_string(lanes.size());
-    if (rails == Rails::kOneToBeTried) plan.window.chunk_bytes = 1;  // short pulls suffice for a trial
+    if (link.rails != Rails::kNone) plan.path = "nic" + std::to_string(lanes.size());
+    if (link.rails == Rails::kOneToBeTried) plan.window.chunk_bytes = 1;  // short pulls suffice for a trial
     auto endpoint = std::make_unique<SimulatedEndpoint>(
         *link.owner, link.plans.back(),
         SimulatedEndpoint::Observer{[this](const std::byte* at) { on_landing(at); },
@@ -188,10 +185,10 @@ Link& World::make_link(Peer& peer) {
   }
   const size_t num_lanes = lanes.size();
   if (num_lanes == 3) note(Event::kThreeLanes);
-  auto path_stats = std::make_shared<PathStats>();
-  if (num_lanes > 1) slow_down(path_stats->rails(), rails);
+  link.path_stats = std::make_shared<PathStats>();
+  if (num_lanes > 1) slow_down(link.path_stats->rails(), link.rails);
   link.connection = std::make_shared<Connection>(std::move(lanes), std::move(policy), peer.inline_ns,
-                                                 scratch_, threads_, std::move(path_stats), control_);
+                                                 scratch_, threads_, link.path_stats, control_);
   const auto regions = link.connection->establish(link.id, std::vector<std::string>(num_lanes, "reply"),
                                                   {"pool"}, {"slots", "words"}, kEpoch, 20 * kMillisecond);
   link.established = regions.ok();

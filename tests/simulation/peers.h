@@ -22,6 +22,9 @@ std::shared_ptr<ScratchPool> make_scratch();
 /// How long a stopping pull may wait for reads that a NIC has, because it cannot cancel them.
 int64_t recall_ns(Manner manner);
 
+/// The first rail of some connections is set aside, and on some of these it is to be tried.
+enum class Rails : uint8_t { kNone, kAllUsed, kOneAside, kOneToBeTried };
+
 /// One connection.
 struct Link {
   Owner* owner;
@@ -31,6 +34,8 @@ struct Link {
   std::vector<std::shared_ptr<const SimulatedEndpoint::Work>> work;  // of the endpoints
   std::shared_ptr<Connection> connection;
   std::shared_ptr<const Planner> planner;
+  std::shared_ptr<PathStats> path_stats;
+  Rails rails = Rails::kNone;
   std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried
   std::set<const Transfer*> streaming;               // of them
   bool established = false, closed = false;

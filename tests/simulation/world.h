@@ -134,6 +134,7 @@ class World {
   void check_effort();
   void check_told(const Call& call);
   void check_work(const Link& link);
+  static void check_rails(const Link& link);
   static void check_looks(const Link& link, Transfer& transfer);
   void on_landing(const std::byte* at);
 

@@ -18,7 +18,7 @@ from kvlink import BlockPool, Ticket, Worker, WorkerConfig, _core
 from kvlink.control import SettleOrder
 from kvlink.control.codec import CARD
 from kvlink.control.security import tenant_name
-from kvlink.errors import ConfigError, TransportUnavailable, UnknownRequest
+from kvlink.errors import ConfigError, PeerUnreachable, TransportUnavailable, UnknownRequest
 from kvlink.types import WorkerCard
 
 BLOCKS, INTO = [9, 3, 30], [4, 5, 6]
@@ -139,6 +139,15 @@ def test_a_ticket_without_an_agent_needs_a_card(opened: ExitStack) -> None:
     stranger = pair.worker("stranger")
     with pytest.raises(ConfigError, match=r"give its card to add_card\(\)"):
         stranger.pull(pair.offer(), INTO, timeout_s=60).wait()
+
+
+def test_a_channel_that_another_worker_has_now_is_not_believed(opened: ExitStack) -> None:
+    pair = Pair(opened)
+    card: WorkerCard = CARD.decode(pair.sealed())
+    pair.reader.add_card(CARD.encode(replace(card, worker_id="before")))
+    asks = pair.reader._membership.directory.card("before", card.epoch, "", fresh=True)
+    with pytest.raises(PeerUnreachable, match="owner answers at the native channel of before"):
+        pair.reader._control.run(asks, 60)
 
 
 def test_a_worker_does_not_listen_in_plaintext_where_it_must_not() -> None:

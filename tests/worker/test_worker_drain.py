@@ -56,6 +56,7 @@ async def test_everyone_is_told_once(worker: Worker, client: CoordinatorClient) 
     await anext(watching)
     await asyncio.to_thread(worker.offer, "r", [1], publish=True)
     await client.claim("r", timeout_s=10.0)
+    assert not worker.stats().draining
     for _ in range(2):
         assert not await asyncio.to_thread(worker.drain, 0.0)
     change = await anext(watching)
