@@ -397,19 +397,21 @@ def lines_of(command: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which nobody may write, with a file that nobody may read. Meanwhile root has no more rights than others."""
+    """A folder in which nobody may write, and a file that nobody may read, also as root."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "file").write_text("{}")
     (folder / "file").chmod(0)
     folder.chmod(0o500)
     with without_rights_over_files():
+        with pytest.raises(PermissionError):
+            (folder / "file").read_text()
         yield folder
     folder.chmod(0o700)
 
 
 @contextmanager
 def without_rights_over_files() -> Iterator[None]:
-    """Takes CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH from this thread, and gives them back."""
+    """Disables CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this thread until the end of the block."""
     libc = ctypes.CDLL(None, use_errno=True)
     version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
     rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; again for capabilities above 31
