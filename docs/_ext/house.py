@@ -124,6 +124,8 @@ def picture() -> str:
     style = (
         "svg{background:#fff}rect{fill:none}.own{fill:#c9d6ec}path{fill:none;stroke:#dde3ec}circle{fill:#27487f}"
         "text{font:13px sans-serif;fill:#1c2733}.room{text-anchor:end}.title{font-weight:bold}"
+        "@media (prefers-color-scheme:dark){svg{background:#0d1117}.own{fill:#22395c}path{stroke:#262d37}"
+        "circle{fill:#79aef5}text{fill:#e6edf3}}"
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}">'
     title = "<title>Which room of kvlink, of its connector for vLLM and of csrc imports which</title>"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -278,9 +280,9 @@ def test_q_ends_top() -> None:
         os.close(screen)
 
 
-UNREADABLE = ("/nowhere/x", "/", "/proc/self/mem", "/dev/null")
-UNWRITABLE = ("/nowhere/x/y", "/", "/proc/x", "/sys/x")
-NO_FOLDER = ("/proc/x", "/sys/x", "/dev/null", "/etc/hostname")
+UNREADABLE = ("/nowhere/x", "/", "/proc/self/mem", "/dev/null", "LOCKED/file")
+UNWRITABLE = ("/nowhere/x/y", "/", "/proc/x", "/sys/x", "LOCKED/x", "LOCKED/file")
+NO_FOLDER = ("/proc/x", "/sys/x", "/dev/null", "/etc/hostname", "LOCKED/x")
 NO_HOST = ("10.0.0.5:7400", "http://10.0.0.5", "a b", "-x", "", "256.1.1.1", "x" * 300, "[::1", "*")
 NO_ADDRESS = ("nowhere", "h:x", "h:99999", ":", "http://127.0.0.1:1", "a b:1", "127.0.0.1:0", "h:1,")
 NO_URL = (
@@ -301,7 +303,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--chat", "results", "files"), UNREADABLE),
     **dict.fromkeys(("--log", "--output", "--token"), UNWRITABLE),
     **dict.fromkeys(("--dir", "--environments"), NO_FOLDER),
-    "--chart": ("/proc/x", "/dev/null"),
+    "--chart": ("/proc/x", "/dev/null", "LOCKED/x"),
     "--report": ("anything without --day-one",),
     **dict.fromkeys(("--host", "--http-host"), NO_HOST),
     "--coordinator": NO_ADDRESS,
@@ -393,10 +395,41 @@ def lines_of(command: str) -> Iterator[list[str]]:
             yield [*command.split(), *given, *beside, *BESIDE.get(name, [])]
 
 
+@pytest.fixture
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which nobody may write, and a file that nobody may read, also as root."""
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "file").write_text("{}")
+    (folder / "file").chmod(0)
+    folder.chmod(0o500)
+    with without_rights_over_files():
+        with pytest.raises(PermissionError):
+            (folder / "file").read_text()
+        yield folder
+    folder.chmod(0o700)
+
+
+@contextmanager
+def without_rights_over_files() -> Iterator[None]:
+    """Disables CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this thread until the end of the block."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; again for capabilities above 31
+    assert libc.capget(version_3, rights) == 0
+    effective, rights[0] = rights[0], rights[0] & ~0b110
+    assert libc.capset(version_3, rights) == 0
+    yield
+    rights[0] = effective
+    assert libc.capset(version_3, rights) == 0
+
+
 @pytest.mark.parametrize("command", LEAVES)
-def test_a_wrong_argument_is_one_sentence_and_status_2(said: SAID, command: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_one_sentence_and_status_2(
+    said: SAID, command: str, tmp_path: Path, locked: Path
+) -> None:
     wrong = []
-    for line in lines_of(command):
+    for words in lines_of(command):
+        line = [word.replace("LOCKED", str(locked)) for word in words]
         status, text = said(*line)
         boxed = "Invalid value" in text or "Missing" in text  # the parser's own sentence
         if status != 2 or not text or "Traceback" in text or (text.count("\n") != 1 and not boxed):

@@ -162,3 +162,9 @@ def test_a_page_begins_with_a_sentence(path: Path) -> None:
 def test_files_of_the_repository_that_a_page_names_exist(path: Path) -> None:
     named = re.findall(r"`((?:csrc|docs|integrations|protos|tests)/[\w./-]*[\w/])`", path.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_say_that_there_is_no_public_home_as_long_as_there_is_none() -> None:
+    has_home = "\n[project.urls]" in (ROOT / "pyproject.toml").read_text()
+    for page in ("SECURITY.md", "docs/support.md"):
+        assert ("has no public home yet" in (ROOT / page).read_text()) != has_home, page

@@ -22,6 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDER = "https://docs.example/0.1/"
 WHERE_TO_ASK = "https://docs.example/ask"
 PAGES = ("index", "404", "getting-started/concepts", "benchmarks/results", "reference/errors", "servers/vllm")
+CUT_OFF = "blocks => blocks.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText)"
+BROKEN_WORDS = """headings => headings.map(each => each.firstChild).filter(text => {
+  const range = document.createRange();
+  range.selectNodeContents(text);
+  return !/[ -]/.test(text.textContent) && range.getClientRects().length > 1;
+}).map(text => text.textContent)"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -62,7 +68,19 @@ async def test_pages_fit_a_phone_and_a_desk(browser: Browser, site: str, width: 
     for name in PAGES:
         page, complaints = await visited(browser, f"{site}/{name}.html", scheme, width)
         assert await has_no_sideways_scroll(page), name
+        assert await page.locator(":is(.highlight-sh, .highlight-python) pre").evaluate_all(CUT_OFF) == []
+        assert await page.locator("h1, h2, h3").evaluate_all(BROKEN_WORDS) == []
         broken = "images => images.filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
         assert await page.locator("img").evaluate_all(broken) == []
         assert complaints == [], name
         await page.close()
+
+
+async def test_commands_can_be_copied_and_engines_chosen(browser: Browser, site: str) -> None:
+    page, complaints = await visited(browser, f"{site}/getting-started/quickstart.html")
+    assert await page.locator("button.copybtn").count() == await page.locator("div.highlight").count() > 4
+    launch = page.get_by_text("sglang.launch_server").first
+    assert not await launch.is_visible()
+    await page.get_by_text("SGLang", exact=True).and_(page.locator("label")).click()
+    await expect(launch).to_be_visible()
+    assert complaints == []
