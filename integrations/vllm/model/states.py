@@ -20,13 +20,16 @@ from .prompt_inputs import has_embeddings
 _CONVOLVED = {"MAMBA1": 1, "MAMBA2": 3, "GDN_ATTN": 3}
 """The number of projections in the convolution of each kind: x; x, B, C; Q, K, V. B and C, and Q and K, are alike."""
 
+RING = "RING"
+"""The kind of circular buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class States:
     """The states of the layers of one cache group. Shapes are those of one rank."""
 
     kind: str
-    """The name in vLLM's MambaAttentionBackendEnum."""
+    """The name in vLLM's MambaAttentionBackendEnum, or RING."""
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     item_bytes: tuple[int, ...]
