@@ -29,6 +29,7 @@ from .chats.turns import Turns
 from .model.caches import caches_of
 from .model.engine_config import (
     at_this_host,
+    back_off_of,
     drain_s,
     grows,
     launched,
@@ -124,6 +125,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
                 turns=Turns.of(self._settings, announcements),
+                back_off=back_off_of(vllm_config),
             )
 
     # The following methods run in the worker's process.

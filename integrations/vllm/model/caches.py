@@ -98,6 +98,7 @@ def caches_of(
     without a group share another's cache.
     Raises ConfigError, naming the layer, for caches that no layout describes.
     """
+    _check_carried(tensors, layer_groups)
     storages = _Storages()
     layouts: list[KVLayout] = []
     groups = []
@@ -123,6 +124,18 @@ def caches_of(
         layouts = [replace(layout, dtype=f"{layout.dtype} {page_format}") for layout in layouts]
     pool = BlockPool.from_tensors([storage[:num_bytes] for storage, num_bytes in used], layouts)
     return Caches(pool, tuple(groups))
+
+
+def _check_carried(tensors: Tensors, layer_groups: Sequence[LayerGroup]) -> None:
+    """Raises ConfigError for a cache that is in no group, and is not one of a layer of theirs by another name."""
+    carried = [name for group in layer_groups for name in group.names]
+    places = {tensors[name].data_ptr() for name in carried}
+    for name, tensor in tensors.items():
+        if name not in carried and tensor.data_ptr() not in places:
+            raise ConfigError(
+                f"layer {name} has a cache of its own that is in no cache group which is transferred; decode would go "
+                "on without it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

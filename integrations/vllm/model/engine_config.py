@@ -29,7 +29,7 @@ from ...models import model_text, unknown, weights_text
 from ..settings import Settings
 from .caches import LayerGroup, Rank, page_format
 from .states import RING, States
-from .unsupported import SERVED
+from .unsupported import SERVED, specs_of
 from .windows import Window
 
 
@@ -101,10 +101,7 @@ def page_format_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
 
 def layer_group_of(group: Any) -> LayerGroup:
     """Returns what the pool needs to know about one of vLLM's cache groups."""
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
-        group.layer_names, group.kv_cache_spec
-    )
-    attention = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
+    attention = {name: spec for name, spec in specs_of(group).items() if isinstance(spec, AttentionSpec)}
     return LayerGroup(
         tuple(group.layer_names),
         states_of(group),
@@ -137,6 +134,14 @@ def states_of(group: Any) -> States | None:
         columns_first=bool(is_conv_state_dim_first()),
         replicated=bool(getattr(spec, "tp_replicated", False)),
     )
+
+
+def back_off_of(vllm_config: Any) -> int:
+    """Returns how many of a prompt's last tokens decode computes itself, for drafts by several MTP modules.
+
+    At prefill, their caches would have drafts that nobody has verified in place of the tokens that follow.
+    """
+    return max(int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1, 0)
 
 
 def grows(group: Any) -> bool:
