@@ -266,7 +266,7 @@ def test_decode_computes_them(prefill: int, decode: int, num_loaded: int) -> Non
     """Also where prefill has no such drafts."""
     prompt = list(range(10))
     with Server("p", back_off=prefill) as owner, Server("d", back_off=decode) as reader:
-        asks = request("r", prompt, ASK_PREFILL)
+        asks = request("r", list(prompt), ASK_PREFILL)
         asks._all_token_ids, asks.get_skip_reading_prefix_cache = asks.all_token_ids, lambda: False
         params = owner.hands_off(asks, [3, 9, 1])
         assert params["remote_num_tokens"] == 10 - prefill
