@@ -24,7 +24,7 @@ from ..harness.block_draws import Order
 from ..harness.contents import Contents, Ids
 from ..harness.owner import stacked
 from ..harness.processes import OwnerSide, coordinator_process, owner_process
-from ..workloads.grouped_models import GROUPED_MODELS, GroupedModel
+from ..workloads.grouped_models import GROUPED_MODELS, CacheRows
 from .rank_handoffs import SEED, Bench, Row
 from .rank_shares import Baselines, End, Request, pieces_of
 
@@ -38,15 +38,15 @@ def rows(
     name: str, tokens: int, transport: str, tp: str, iters: int | None, order: str, prefill_ms: float
 ) -> Iterator[Row]:
     """Yields the row of the first handoffs, and then the measured row, as `migrate.rows` does."""
-    model = GROUPED_MODELS[name]
     if not tp.isdecimal() or not int(tp):
         raise ConfigError(f"TP {tp!r} is not known; write 8 for one rank's share of {name}")
-    one = [group.geometry(name, int(tp), max(1, group.blocks(tokens))) for group in model.groups]
+    kinds = [kind for kind in GROUPED_MODELS[name].groups if kind.rows(tokens)]
+    one = [kind.geometry(name, int(tp), kind.blocks(tokens)) for kind in kinds]
     request_bytes = sum(layout.block_bytes * layout.num_blocks for layout in stacked(one))
     places = max(1, min(_PLACES, _POOL_BYTES // request_bytes))
     geometries = [
-        group.geometry(name, int(tp), places * geometry.num_blocks)
-        for group, geometry in zip(model.groups, one, strict=True)
+        kind.geometry(name, int(tp), places * geometry.num_blocks)
+        for kind, geometry in zip(kinds, one, strict=True)
     ]
     layouts, here = stacked(geometries), transport.endswith("loopback")
     with (
@@ -57,7 +57,7 @@ def rows(
         ) as worker,
         ThreadPoolExecutor(1) as threads,
     ):
-        bench = GroupBench(owner, worker, model, tokens, Order.parse(order, 1 << 20))
+        bench = GroupBench(owner, worker, kinds, tokens, Order.parse(order, 1 << 20))
         baselines = _baselines(transport, owner, worker.pool, bench.pieces, threads)
         common: Row = {
             "model": name, "tp": tp, "pp": "1:1", "block_tokens": 0, "transport": transport, "order": order,
@@ -73,14 +73,14 @@ class GroupBench(Bench):
     """Hands off requests of one length. The ids of a request are those of its groups, one after the other."""
 
     def __init__(
-        self, owner: OwnerSide, worker: Worker, model: GroupedModel, tokens: int, order: Order
+        self, owner: OwnerSide, worker: Worker, kinds: Sequence[CacheRows], tokens: int, order: Order
     ) -> None:
         self._prefills, self._workers = [[(owner, 1)]], [worker]
         self._lengths, self._order = [tokens], order
         self._asking = threading.Lock()
         self._layouts: Sequence[KVLayout] = worker.pool.groups
-        self._rows = [group.rows(tokens) for group in model.groups]
-        self._ends = np.cumsum([group.blocks(tokens) for group in model.groups])
+        self._rows = [kind.rows(tokens) for kind in kinds]
+        self._ends = np.cumsum([kind.blocks(tokens) for kind in kinds])
         self._by_group = [Contents(layout, SEED + number) for number, layout in enumerate(self._layouts)]
         self._num_blocks = 0  # every group has its own number
         self._rng = np.random.default_rng(SEED)
@@ -100,7 +100,6 @@ class GroupBench(Bench):
                 held,
             )
             for layout, owner_ids, ids, held in every
-            if held
         ]
         return np.ascontiguousarray(np.concatenate(found))
 
