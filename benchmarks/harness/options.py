@@ -25,9 +25,10 @@ Transport = Annotated[
 
 
 def _model_names() -> list[str]:
+    from ..workloads.grouped_models import GROUPED_MODELS
     from ..workloads.models import MODELS
 
-    return list(MODELS)
+    return [*MODELS, *GROUPED_MODELS]
 
 
 ModelName = Annotated[

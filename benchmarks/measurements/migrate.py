@@ -41,7 +41,9 @@ from ..harness.block_draws import Order
 from ..harness.processes import coordinator_process, owner_process
 from ..workloads.arrivals import Arrivals
 from ..workloads.block_budget import LAYOUTS, Cache, Degrees, taken_from
+from ..workloads.grouped_models import GROUPED_MODELS
 from ..workloads.models import BLOCK_TOKENS
+from . import group_handoffs
 from .decode_loop import step_on
 from .rank_handoffs import SEED, Bench, Row
 from .rank_shares import Baselines, Owner, baselines_between
@@ -78,6 +80,14 @@ def rows(
     one of LAYOUTS, at both ends. `slo_ms` is the longest whole that counts for the goodput. `beside` is parsed by
     step_on; empty for no loop. Raises ConfigError, BenchError and TransferError.
     """
+    if model in GROUPED_MODELS:
+        if not isinstance(tokens, int) or arrivals or slots or beside or (pp, prefills, layout) != ("1:1", 1, "NHD"):
+            raise ConfigError(
+                f"{model} has several kinds of caches: omit --trace, --rate, --slots, --beside, --pp, --prefills and "
+                "--layout"
+            )
+        yield from group_handoffs.rows(model, tokens, transport, tp, iters, order, prefill_ms)
+        return
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is not known; write {' or '.join(LAYOUTS)}")

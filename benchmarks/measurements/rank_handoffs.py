@@ -325,12 +325,13 @@ class Bench:
         """Makes a request and tells owners their parts. A claim waits for all ranks' offers, even without a reader."""
         number = next(self._names)
         request = self._draw(tokens, within, f"migrate-{number}", number % len(self._prefills))
+        owner_ids, kept = self._offered(request)
         for owner, seats in self._prefills[request.prefill]:
             owner.call(
                 "hold",
                 request_id=request.request_id,
-                ids=request.owner_ids.tolist(),
-                num_tokens=tokens,
+                ids=owner_ids,
+                num_tokens=kept,
                 readers=max(1, seats),
             )
         return request
@@ -342,7 +343,8 @@ class Bench:
         if pause_s:
             time.sleep(pause_s)
         start = time.perf_counter_ns()
-        pulls = [worker.pull(request_id, into=request.ids) for worker in self._workers]
+        into = self._into(request)
+        pulls = [worker.pull(request_id, into=into) for worker in self._workers]
         for pull in pulls:
             pull.wait()
         took_us = (time.perf_counter_ns() - start) / 1000
@@ -362,6 +364,14 @@ class Bench:
         )  # fmt: skip
         num_bytes, num_ops = sum(each.num_bytes for each in every), sum(each.num_ops for each in every)
         return _Handoff(request.tokens, num_bytes, num_ops, us, offer_us + took_us)
+
+    def _offered(self, request: Request) -> tuple[Any, Any]:
+        """Returns what the owners offer: block ids and the number of tokens."""
+        return request.owner_ids.tolist(), request.tokens
+
+    def _into(self, request: Request) -> Any:
+        """Returns the blocks that a request is pulled into."""
+        return request.ids
 
     def _poison(self, ids: Ids) -> None:
         for worker, contents in zip(self._workers, self._contents, strict=True):

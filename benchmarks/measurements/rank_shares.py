@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,10 +111,17 @@ class _Copies:
         return partial(self._copy, pieces_of(owner, reader, self._heads, request.tokens))
 
 
+class Prepares(Protocol):
+    """Bare calls that move a request."""
+
+    def prepare(self, request: Request) -> Callable[[], int]:
+        """Returns a function that then copies, and returns ns."""
+
+
 class Baselines:
     """The bare ways of one path, by name. It is empty if there are none (verbs)."""
 
-    def __init__(self, ways: Mapping[str, Sequence[_Copies]], threads: ThreadPoolExecutor) -> None:
+    def __init__(self, ways: Mapping[str, Sequence[Prepares]], threads: ThreadPoolExecutor) -> None:
         self._ways, self._threads = ways, threads
         self.names = list(ways)
 

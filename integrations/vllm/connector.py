@@ -26,12 +26,14 @@ from vllm.v1.request import RequestStatus
 
 from . import register
 from .chats.turns import Turns
-from .model.caches import LayerGroup, caches_of
+from .model.caches import caches_of
 from .model.engine_config import (
     at_this_host,
+    back_off_of,
     drain_s,
     grows,
     launched,
+    layer_group_of,
     model_of,
     number_of,
     page_format_of,
@@ -123,6 +125,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 windows=[window_of(group) for group in kv_cache_config.transfer_groups],
                 states=[states_of(group) for group in kv_cache_config.transfer_groups],
                 turns=Turns.of(self._settings, announcements),
+                back_off=back_off_of(vllm_config),
             )
 
     # The following methods run in the worker's process.
@@ -143,10 +146,7 @@ class KVLinkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Undoes `unregister_kv_caches` as a new worker: earlier offers are gone."""
         if self._worker is not None:
             return
-        groups = [
-            LayerGroup(tuple(group.layer_names), states_of(group))
-            for group in self._kv_cache_config.transfer_groups
-        ]
+        groups = [layer_group_of(group) for group in self._kv_cache_config.transfer_groups]
         device = next(iter(self._tensors.values())).device.type
         pages = page_format_of(self._vllm_config, self._kv_cache_config, device)
         num_blocks = self._kv_cache_config.num_blocks

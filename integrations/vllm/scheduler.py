@@ -53,7 +53,7 @@ class SchedulerSide:
     the RankInfo of any of this server's ranks. `may_send` is False for a kv_consumer. `announcements` is None without a
     coordinator. Prompts of at least `streaming_from` tokens are handed off in parts. `grows` is that of Outgoing.
     `windows` and `states` are those of the transferred groups. `streams_always` is that of Settings. `turns` are those
-    of its chats.
+    of its chats. `back_off` is that of Stateful.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class SchedulerSide:
         states: Sequence[States | None] = (),
         streams_always: bool = False,
         turns: Turns | None = None,
+        back_off: int = 0,
     ) -> None:
         self._engine_id = engine_id
         self._slots = slots
@@ -90,7 +91,7 @@ class SchedulerSide:
         """Handoffs that were not used since the last `take_counts`, by reason."""
         self.guard = RequestGuard(_log)
         self._windows = windows
-        self._stateful = Stateful(states)
+        self._stateful = Stateful(states, back_off)
         self.decisions = StreamDecisions(always=streams_always)
         self.incoming = Incoming(
             own,
@@ -101,6 +102,7 @@ class SchedulerSide:
             self._stateful.any,
             self.decisions,
             self.guard,
+            back_off,
         )
         self._outgoing = Outgoing(announcements, streaming_from, grows, lease_s, self.decisions, self.guard)
         self.turns = turns or Turns()

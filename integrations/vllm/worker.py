@@ -56,20 +56,15 @@ class WorkerSide:
             owner,
             tuple(group.block_tokens for group in caches.groups),
             tuple(group.kernel_blocks for group in caches.groups),
-            tuple(group.token_unit for group in caches.groups),
+            tuple(group.units for group in caches.groups),
             caches.pool.model.number,
             cache_scope(caches.pool.groups, caches.pool.model),
             self._worker.secret,
         )
         self._loads = Loads(self._worker, caches, self._stats, self.guard)
         self._begun: StepCommands | None = None
-        self._num_layouts = sum(group.num_layouts for group in caches.groups)
-        # Readers of one layout follow blocks, those of several follow tokens of the layouts.
-        attention = [group for group in caches.groups if group.block_tokens]
-        ready_step = (
-            attention[0].block_tokens // attention[0].token_unit if attention and len(card.layouts) > 1 else 1
-        )
-        self._leases = Leases(self._worker, self._stats, self.guard, ready_step)
+        self._num_layouts = len(card.layouts)
+        self._leases = Leases(self._worker, self._stats, self.guard)
         transports = [
             f"{one.name}{f' (cannot export: {one.refused})' if one.refused else ''}"
             for one in card.transports

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvlink import BlockPool, Worker, WorkerConfig
 from kvlink.control import AgentClient
 from kvlink.errors import StaleBlocks
-from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.model.caches import CacheGroup, TokenUnit
 from kvlink.integrations.vllm.wire.handoff import Handoff
 from kvlink.runtime.background import ControlThread
 from kvlink.types import WorkerCard
@@ -39,7 +39,7 @@ def cache_of(hand_off: Callable[[], Mapping[str, Any]], num_tokens: int) -> npt.
 def _read(reader: Worker, handoff: Handoff, num_tokens: int) -> None:
     [block_tokens], layout = handoff.block_tokens, reader.pool.layout
     unit = block_tokens // layout.block_tokens
-    [ticket] = handoff.tickets([CacheGroup(1, block_tokens, 1, unit)])
+    [ticket] = handoff.tickets([CacheGroup(block_tokens, 1, (TokenUnit(unit, is_block=unit > 1),))])
     into = range(1, len(ticket.block_ids) + 1)
     assert reader.pull(ticket, into, tokens=(0, num_tokens // unit)).wait(60)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from stepping import caches_of, config_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowMLASpec
 
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm.connector import KVLinkConnector
@@ -60,6 +60,21 @@ def _with_states_and_drafts(config: Any, caches: Any) -> None:
 def _with_numbered_images(config: Any, caches: Any) -> None:
     config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
     config.cache_config.enable_prefix_caching = False
+
+
+def _with_a_buffer(config: Any, caches: Any) -> None:
+    config.kv_transfer_config.kv_buffer_device = "cuda"
+
+
+def _with_a_host_pool(config: Any, caches: Any) -> None:
+    caches.kv_cache_groups[0].host_resident = True
+
+
+def _with_a_replay(config: Any, caches: Any) -> None:
+    window = SlidingWindowMLASpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=32, bounded_replay=True
+    )
+    caches.kv_cache_groups.append(KVCacheGroupSpec(["window"], window))
 
 
 def _with_scales_of_tokens(config: Any, caches: Any) -> None:
@@ -128,6 +143,9 @@ if __name__ == "__main__":
         _with_states_cached,
         _with_states_and_drafts,
         _with_numbered_images,
+        _with_a_buffer,
+        _with_a_host_pool,
+        _with_a_replay,
         _with_scales_of_tokens,
         _with_mla_and_drafts,
         _bidirectional,

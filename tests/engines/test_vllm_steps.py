@@ -49,6 +49,9 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "with_scales_of_tokens": "--kv-cache-dtype int8_per_token_head",
         "with_mla_and_drafts": "--speculative-config with vLLM's backend CPU_MLA",
         "with_numbered_images": "--mm-processor-cache-gb 0",
+        "with_a_buffer": '"kv_buffer_device": "cuda"',
+        "with_a_host_pool": "HiSparse",
+        "with_a_replay": "--no-swa-bounded-replay",
         "bidirectional_without_prefix_caching": "--no-enable-prefix-caching",
         "bidirectional_producer": "kv_role",
         "bidirectional_that_fails": "kv_load_failure_policy",
@@ -56,6 +59,21 @@ def test_what_cannot_be_served_is_refused_at_the_start() -> None:
         "bidirectional_with_states": "MambaSpec",
     }
     assert {what for what, name in named.items() if name in output[what]} == set(output)
+
+
+def test_caches_that_vllm_makes_for_deepseek_v4_are_handed_off() -> None:
+    """By vLLM's specs, groups, packed memory and views: every row that decode reads, whether by rows or by blocks."""
+    output = said_by("compressed_caches.py")
+    assert (output["by_rows"], output["by_blocks"], output["refused"]) == ([], [], [])
+    assert output["block_tokens"] == [64, 64, 64, 256, 4, 8]
+    assert output["units"][3] == [4, 4, 128]
+    assert output["ring"] == 8 * 128 * 4
+    served = {kind for kind, refusal in output["kinds"].items() if not refusal}
+    assert served == {
+        "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec", "CircularBufferSpec",
+    }  # fmt: skip
+    assert all(kind in refusal for kind, refusal in output["kinds"].items() if refusal)
 
 
 def test_chats_in_pools_that_evict_all_the_time() -> None:

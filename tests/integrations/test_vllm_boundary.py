@@ -27,6 +27,7 @@ from kvlink.integrations.vllm.chats.cached_blocks import check_pool
 from kvlink.integrations.vllm.chats.earlier_turns import EarlierTurns
 from kvlink.integrations.vllm.chats.peer_prefixes import PeerPrefixes
 from kvlink.integrations.vllm.chats.prefix_lookups import PrefixLookups
+from kvlink.integrations.vllm.model.caches import TokenUnit
 from kvlink.integrations.vllm.wire.boundary import mismatch, take_params
 from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, RankInfo
 from kvlink.integrations.vllm.wire.handoff_parts import Part
@@ -41,7 +42,8 @@ SOFT = Handoff(
     "r", (Owner("w", 1, "h:1"),), (LeaseSeat(1, 1000, SHARED_SEAT),), (array("I", [3]),), (16,), 16, "0" * 32, 30.0,
     digests=PrefixDigests.of([b"0" * 16]),
 ).to_params()  # fmt: skip
-OWN = RankInfo(Owner("w", 1, "127.0.0.1:1"), (16, 0), (1, 1), (1, 1))
+OWN = RankInfo(Owner("w", 1, "127.0.0.1:1"), (16, 0), (1, 1), ((TokenUnit(),), (TokenUnit(),)))
+PAGES, ROWS = (TokenUnit(16, is_block=True),), (TokenUnit(), TokenUnit(4), TokenUnit(16))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,10 @@ def test_parameters_that_are_no_object_are_none(params: Any) -> None:
         ((16, 0, 0), OWN, "it has 3 cache groups"),
         ((0, 0), OWN, "cache group 0 has states there and blocks of 16 tokens here"),
         ((16, 16), OWN, "cache group 1 has blocks of 16 tokens there and states here"),
-        ((32, 0), replace(OWN, token_units=(16, 1)), "cache group 0 has blocks of 32 tokens there"),
+        ((32, 0), replace(OWN, units=(PAGES, PAGES)), "cache group 0 has blocks of 32 tokens there"),
+        ((24, 0), replace(OWN, units=(ROWS, ROWS)), "cache group 0 has blocks of 24 tokens there and blocks of 16 "
+            "tokens here, in rows of 16 tokens"),
+        ((32, 0), replace(OWN, units=(ROWS, ROWS)), ""),
         ((32, 0), OWN, ""),
         ((16, 0), OWN, ""),
     ],

@@ -20,7 +20,7 @@ from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError, StaleBlocks
 from kvlink.integrations.router import continuation
 from kvlink.integrations.vllm.model import seeds
-from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.model.caches import CacheGroup, TokenUnit
 from kvlink.integrations.vllm.model.seeds import DRAWN, advance, continue_seeds
 from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
 from kvlink.integrations.vllm.wire import handoff
@@ -58,6 +58,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
 )
+PAGE = (TokenUnit(16, is_block=True),)
 SAMPLE = Handoff(
     "r", (Owner("w", 2**63, "127.0.0.1:1"),), (LeaseSeat(1, 2**64 - 1, 2**63),), (array("I", [4, 0, 7]),), (16,), 33,
     prompt_digest([1, 2]), 30.0,
@@ -157,21 +158,21 @@ def test_nobody_on_the_way_says_what_is_written(tmp_path: Path, monkeypatch: pyt
 
 
 def test_tickets_of_what_is_not_written_follow_the_owner() -> None:
-    assert SAMPLE.tickets([CacheGroup(1, 16, 1, 1)], written=False)[0].ready == 0
+    assert SAMPLE.tickets([CacheGroup(16, 1)], written=False)[0].ready == 0
 
 
 def test_tickets_cover_whole_blocks() -> None:
-    [ticket] = SAMPLE.tickets([CacheGroup(1, 16, 1, 1)])
+    [ticket] = SAMPLE.tickets([CacheGroup(16, 1)])
     assert (ticket.num_tokens, ticket.block_ids.tolist(), ticket.ready) == (48, [4, 0, 7], 3)
-    assert SAMPLE.tickets([CacheGroup(1, 16, 1, 16)])[0].num_tokens == 3
+    assert SAMPLE.tickets([CacheGroup(16, 1, PAGE)])[0].num_tokens == 3
 
 
 def test_a_ticket_has_the_blocks_of_each_layout() -> None:
     hybrid = dataclasses.replace(SAMPLE, block_ids=(*SAMPLE.block_ids, array("I", [9])), block_tokens=(16, 0))
-    [ticket] = hybrid.tickets([CacheGroup(1, 16, 1, 1), CacheGroup(3, 0, 1, 1)])
+    [ticket] = hybrid.tickets([CacheGroup(16, 1), CacheGroup(0, 1, (TokenUnit(),) * 3)])
     assert [list(ids) for ids in ticket.groups()] == [[4, 0, 7], [9], [9], [9]]
     assert (ticket.num_tokens, ticket.ready, ticket.ready_unit) == (48, 48, ReadyUnit.TOKENS)
-    [ticket] = hybrid.tickets([CacheGroup(1, 16, 1, 1), CacheGroup(3, 0, 1, 1)], written=False)
+    [ticket] = hybrid.tickets([CacheGroup(16, 1), CacheGroup(0, 1, (TokenUnit(),) * 3)], written=False)
     assert ticket.ready == 0
 
 

@@ -17,7 +17,7 @@ from vllm_server import ASK_PREFILL, Server, request
 from kvlink.control.security.tickets import TicketKeys
 from kvlink.errors import ConfigError
 from kvlink.integrations.vllm import make_known
-from kvlink.integrations.vllm.model.caches import CacheGroup
+from kvlink.integrations.vllm.model.caches import CacheGroup, TokenUnit
 from kvlink.integrations.vllm.settings import Settings, streams_from
 from kvlink.integrations.vllm.wire import handoff
 from kvlink.integrations.vllm.wire.handoff import KEY, Handoff, Owner, prompt_digest
@@ -148,7 +148,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys
 def test_it_survives_a_router_and_its_tickets_are_signed(keys: TicketKeys) -> None:
     read = Handoff.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
     assert read == SAMPLE
-    for ticket in read.tickets([CacheGroup(1, 16, 1, 16)]):
+    for ticket in read.tickets([CacheGroup(16, 1, (TokenUnit(16, is_block=True),))]):
         keys.checked(ticket)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm_server import ASK_PREFILL, Server, request, same
 from waiting import eventually
 
 from kvlink import Worker, WorkerConfig
@@ -244,3 +245,32 @@ def test_a_state_that_moved_on_is_noticed() -> None:
     stateful = Stateful([_states("MAMBA2", ())])
     assert stateful.moved_on(SimpleNamespace(num_computed_tokens=3, num_prompt_tokens=2))
     assert not stateful.moved_on(SimpleNamespace(num_computed_tokens=2, num_prompt_tokens=2))
+
+
+# Drafts of several MTP modules, with states or without.
+
+
+def test_prefill_leaves_the_tokens_that_several_draft_modules_read_to_decode(request_of: Any) -> None:
+    for states, count in (([None], 2), ([_states("MAMBA2", ())], 2)):
+        stateful, request = Stateful(states, back_off=2), request_of([4, 5, 6, 7])
+        stateful.shorten(request)
+        assert request.num_prompt_tokens == 4 - count
+        stateful, request = Stateful(states, back_off=2), request_of([4, 5])
+        stateful.shorten(request)
+        assert request.num_prompt_tokens == 2
+        assert stateful.can_hand_off("r") is (states == [None])
+
+
+@pytest.mark.parametrize(("prefill", "decode", "num_loaded"), [(2, 2, 8), (0, 2, 8), (2, 0, 8), (0, 0, 10)])
+def test_decode_computes_them(prefill: int, decode: int, num_loaded: int) -> None:
+    """Also where prefill has no such drafts."""
+    prompt = list(range(10))
+    with Server("p", back_off=prefill) as owner, Server("d", back_off=decode) as reader:
+        asks = request("r", list(prompt), ASK_PREFILL)
+        asks._all_token_ids, asks.get_skip_reading_prefix_cache = asks.all_token_ids, lambda: False
+        params = owner.hands_off(asks, [3, 9, 1])
+        assert params["remote_num_tokens"] == 10 - prefill
+        assert reader.load(request("x", prompt, params), [5, 6, 7]) == (num_loaded, True)
+        reader.step_until(lambda: "x" in reader.received)
+        assert not reader.failed
+        assert same(reader, owner, [(5, 3), (6, 9)])

@@ -20,6 +20,7 @@ from vllm_server import ASK_PREFILL, Server, request  # isort: skip
 from kvlink.coordinator import Coordinator
 from kvlink.errors import ConfigError
 from kvlink.integrations.request_guard import RequestGuard
+from kvlink.integrations.vllm.model.caches import TokenUnit
 from kvlink.integrations.vllm.prefill.outgoing import Chunk, Outgoing
 from kvlink.integrations.vllm.stream_decisions import StreamDecisions
 from kvlink.integrations.vllm.wire.handoff import Handoff, Owner, RankInfo
@@ -32,7 +33,7 @@ PREFILL = ASK_PREFILL | {STREAM: "s"}
 DECODE = {"do_remote_prefill": True, STREAM: "s"}
 OWNER = Owner("p-0", 1, "127.0.0.1:1")
 GUARD = RequestGuard(logging.getLogger(__name__))
-OWN = [RankInfo(OWNER, (4,), (1,), (1,))]
+OWN = [RankInfo(OWNER, (4,), (1,), ((TokenUnit(),),))]
 SEATS = (LeaseSeat(1, 1000, 2000),)
 AT_ONCE, NEVER = LoadCost(0, 0), LoadCost(1e6, 0)
 

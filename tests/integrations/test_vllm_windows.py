@@ -121,7 +121,7 @@ def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chu
         end = loadable([window], prompt, prompt)
         ours, theirs = blocks(end, end), blocks(prompt + answer - 1, prompt)
         load = Load("r", None, (ours,), 0, end, needed_from=needed_from([window], prompt, end))
-        caches = SimpleNamespace(groups=(CacheGroup(1, block_tokens, 1, 1),))
+        caches = SimpleNamespace(groups=(CacheGroup(block_tokens, 1),))
         loads = Loads(None, caches, None, None)  # type: ignore[arg-type]
         loading = _Loading(load, 0)
         loading.pulled_to = [0]
@@ -143,7 +143,7 @@ def test_ends_with_blocks_of_other_sizes_need_only_what_is_read() -> None:
     load = Load("r", None, (array("I", [0, 0, 0, 1, 2, 3, 4, 5]),), 0, 1000, needed_from=(489,))
     loading = _Loading(load, 0)
     loading.pulled_to = [0]
-    loads = Loads(None, SimpleNamespace(groups=(CacheGroup(1, 128, 1, 1),)), None, None)  # type: ignore[arg-type]
+    loads = Loads(None, SimpleNamespace(groups=(CacheGroup(128, 1),)), None, None)  # type: ignore[arg-type]
     theirs = array("I", [0] * 30 + [7] * 33)
     handoff: Any = SimpleNamespace(block_ids=(theirs,), block_tokens=(16,))
     assert loads._range(loading, handoff, 0, 1000) == (480, 1000)

@@ -86,6 +86,7 @@ class Server:
     """Above 0 the server is bidirectional, with the block pool `pool`."""
     shares: bool = False
     """Whether it shares prefixes, besides or without `answer_s`."""
+    back_off: int = 0
     launched: Any = None
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -118,6 +119,7 @@ class Server:
             if self.window
             else [],
             turns=self._turns(announced),
+            back_off=self.back_off,
         )
         self.pool = Pool()
         if self.scheduler.turns.answers is not None:

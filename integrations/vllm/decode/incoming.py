@@ -40,7 +40,8 @@ class Incoming:
     prefill's digest function. `counts` counts handoffs that were not used, by reason. `windows` are those of the cache
     groups that are transferred. With `stateful`, some groups are states, namely those after the last token that prefill
     computed. `decisions` says when pulls begin.
-    `guard` keeps what fails for one request inside it.
+    `guard` keeps what fails for one request inside it. Without states, a load leaves the last `back_off` tokens of a
+    prompt.
     """
 
     layout: RankInfo | None = None
@@ -55,6 +56,7 @@ class Incoming:
         stateful: bool = False,
         decisions: StreamDecisions | None = None,
         guard: RequestGuard | None = None,
+        back_off: int = 0,
     ) -> None:
         self._own = own
         self._announcements = announcements
@@ -64,6 +66,7 @@ class Incoming:
         self._stateful = stateful
         self._decisions = decisions or StreamDecisions()
         self._guard = guard or RequestGuard(_log)
+        self._back_off = back_off
         self._remote = RemoteLeases()
         self._shared_leases = SharedLeases()
         self._requests: dict[str, AwaitedRequest] = {}
@@ -308,6 +311,8 @@ class Incoming:
     def _num_tokens(self, request: Any, incoming: AwaitedRequest) -> int:
         prompt = int(request.num_prompt_tokens)
         handed_off = prompt if incoming.refused else min(prompt, incoming.num_tokens)
+        if prompt > self._back_off and not self._stateful:  # a state is that after all tokens of the handoff
+            handed_off = min(handed_off, prompt - self._back_off)
         return loadable(self._windows, prompt, handed_off)
 
     def _unread(self, ranks: range) -> list[int]:

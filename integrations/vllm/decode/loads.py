@@ -191,11 +191,12 @@ class Loads:
     def _pull(
         self, loading: _Loading, handoff: Handoff, end: int, launched: Launched, *, written: bool
     ) -> None:
-        """Starts a pull of what the cache groups have up to token `end`, if they have any that is not here."""
+        """Starts a pull of what the cache groups have up to token `end` and is not here."""
         start = time.perf_counter_ns()
         try:
             ranges = [self._range(loading, handoff, group, end) for group in range(len(self._caches.groups))]
-            if any(first < upto for first, upto in ranges):
+            # A load of nothing reads the lease too, and settles it.
+            if any(first < upto for first, upto in ranges) or (loading.complete and not loading.pulls):
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 settle = loading.settles and not loading.load.in_parts
                 loading.pulls.append(
@@ -223,10 +224,9 @@ class Loads:
         tickets = handoff.tickets(groups, written=written)
         into, tokens = [], []
         for group, ours, (first, upto) in zip(groups, load.into, ranges, strict=True):
-            ids, unit = expanded(ours, group.kernel_blocks), group.token_unit
-            into += [ids] * group.num_layouts
-            wanted = (first // unit, -(-upto // unit)) if first < upto else (0, 0)
-            tokens += [wanted] * group.num_layouts
+            ids = expanded(ours, group.kernel_blocks)
+            into += [ids] * len(group.units)
+            tokens += [unit.range(first, upto) if first < upto else (0, 0) for unit in group.units]
         alone = len(into) == 1
         return self._worker.pull(
             tickets[0] if len(tickets) == 1 else tickets,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvlink.errors import ConfigError
@@ -27,19 +27,43 @@ class LayerGroup:
 
     names: tuple[str, ...]
     states: States | None = None
+    row_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By layer, how many tokens a row of a compressed cache stands for. Layers that it does not name have 1."""
+    replicated: frozenset[str] = frozenset()
+    """Layers of which every rank has all heads, whatever the model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUnit:
+    """The tokens of vLLM that one token of a layout stands for: a row, or a block if only whole blocks can be moved."""
+
+    tokens: int = 1
+    is_block: bool = False
+
+    def range(self, first: int, end: int) -> tuple[int, int]:
+        """Returns the units to move for tokens first to end.
+
+        vLLM writes a row with the last of its tokens, and the tokens before it are in caches of their own. So a row
+        that is begun is not moved: its bytes may be those of an earlier request. A block that is begun is moved.
+        """
+        stop = -(-end // self.tokens) if self.is_block else end // self.tokens
+        return (first // self.tokens, stop) if first // self.tokens < stop else (0, 0)
+
+    def divides(self, theirs: int, ours: int) -> bool:
+        """Returns whether blocks of these numbers of tokens consist of such units."""
+        return theirs == ours if self.is_block else theirs % self.tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """One of vLLM's cache groups in the pool, where it has one layout for each shape of its layers' caches."""
 
-    num_layouts: int
     block_tokens: int
     """The tokens of vLLM in a block of these layouts, or 0 for states."""
     kernel_blocks: int
     """The number of these blocks that make one block of the scheduler."""
-    token_unit: int
-    """How many tokens of vLLM are one of the layouts: those of a block, if only whole blocks can be moved."""
+    units: tuple[TokenUnit, ...] = (TokenUnit(),)
+    """By layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +98,13 @@ def caches_of(
     without a group share another's cache.
     Raises ConfigError, naming the layer, for caches that no layout describes.
     """
+    _check_carried(tensors, layer_groups)
     storages = _Storages()
     layouts: list[KVLayout] = []
     groups = []
     for group in layer_groups:
         if group.states is None:
-            shapes = _attention(group.names, tensors)
+            shapes = _attention(group, tensors)
             added = [
                 _attention_layout(shape, tensors, names, storages, rank, model) for shape, names in shapes
             ]
@@ -88,17 +113,29 @@ def caches_of(
                 raise ConfigError(
                     f"{first.blocks} cache blocks are not a multiple of the scheduler's {num_blocks}"
                 )
-            kernel_blocks, unit = first.blocks // num_blocks, first.token_unit
-            groups.append(CacheGroup(len(added), first.tokens * unit, kernel_blocks, unit))
+            units = tuple(shape.unit for shape, _ in shapes)
+            groups.append(CacheGroup(first.block_tokens, first.blocks // num_blocks, units))
         else:
             added = list(_state_layouts(group.names, group.states, tensors, storages, rank, model))
-            groups.append(CacheGroup(len(added), 0, 1, 1))
+            groups.append(CacheGroup(0, 1, (TokenUnit(),) * len(added)))
         layouts += added
     used = zip(storages.tensors, region_bytes(layouts), strict=True)
     if page_format:
         layouts = [replace(layout, dtype=f"{layout.dtype} {page_format}") for layout in layouts]
     pool = BlockPool.from_tensors([storage[:num_bytes] for storage, num_bytes in used], layouts)
     return Caches(pool, tuple(groups))
+
+
+def _check_carried(tensors: Tensors, layer_groups: Sequence[LayerGroup]) -> None:
+    """Raises ConfigError for a cache that is in no group, and is not one of a layer of theirs by another name."""
+    carried = [name for group in layer_groups for name in group.names]
+    places = {tensors[name].data_ptr() for name in carried}
+    for name, tensor in tensors.items():
+        if name not in carried and tensor.data_ptr() not in places:
+            raise ConfigError(
+                f"layer {name} has a cache of its own that is in no cache group which is transferred; decode would go "
+                "on without it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +148,13 @@ class _Shape:
     head_stride: int
     token_stride: int
     dtype: str
-    token_unit: int
+    unit: TokenUnit
+    is_replicated: bool
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of vLLM in a block."""
+        return self.tokens * self.unit.tokens
 
 
 class _Storages:
@@ -133,18 +176,19 @@ class _Storages:
         return Plane(self._regions[address], layer, tensor.data_ptr() - address + offset)
 
 
-def _attention(names: Sequence[str], tensors: Tensors) -> list[tuple[_Shape, list[str]]]:
+def _attention(group: LayerGroup, tensors: Tensors) -> list[tuple[_Shape, list[str]]]:
     """Returns the layers of a group by the shape of their caches. They share the blocks of the scheduler."""
     by_shape: dict[_Shape, list[str]] = {}
-    for name in names:
-        by_shape.setdefault(_shape(name, tensors[name]), []).append(name)
+    for name in group.names:
+        shape = _shape(name, tensors[name], group.row_tokens.get(name, 1), name in group.replicated)
+        by_shape.setdefault(shape, []).append(name)
     shapes = list(by_shape.items())
     first = shapes[0][0]
     for shape, layers in shapes:
-        if (shape.blocks, shape.tokens, shape.token_unit) != (first.blocks, first.tokens, first.token_unit):
+        if (shape.blocks, shape.block_tokens) != (first.blocks, first.block_tokens):
             raise ConfigError(
-                f"layer {layers[0]} has cache {shape}, {names[0]} {first}: they share a block table, so their blocks "
-                "must have the same number and tokens"
+                f"layer {layers[0]} has cache {shape}, {group.names[0]} {first}: they share a block table, so their "
+                "blocks must have the same number and tokens"
             )
     return shapes
 
@@ -152,7 +196,7 @@ def _attention(names: Sequence[str], tensors: Tensors) -> list[tuple[_Shape, lis
 def _attention_layout(
     shape: _Shape, tensors: Tensors, names: Sequence[str], storages: _Storages, rank: Rank, model: str
 ) -> KVLayout:
-    total = rank.total_heads
+    total = 1 if shape.is_replicated and shape.heads == 1 else rank.total_heads
     held = heads_of(total, rank.tp_rank, rank.tp_size)
     if held[1] - held[0] != shape.heads:
         # The backend packs heads its own way, so only ranks of the same degree can read it.
@@ -176,26 +220,34 @@ def _attention_layout(
     )
 
 
-def _shape(name: str, tensor: torch.Tensor) -> _Shape:
+def _shape(name: str, tensor: torch.Tensor, row_tokens: int, is_replicated: bool) -> _Shape:
     if tensor.dim() != 4 or tensor.stride(3) != 1:
         raise ConfigError(
             f"layer {name}: kvlink takes caches [blocks, heads, tokens, content] with adjoining content, this one "
             f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         )
-    blocks, heads, tokens, content = tensor.shape
+    blocks, heads, rows, content = tensor.shape
     item = tensor.element_size()
-    block_stride, head_stride, token_stride, _ = (stride * item for stride in tensor.stride())
+    block_stride, head_stride, row_stride, _ = (stride * item for stride in tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.device.type != "cpu":
-        return _Shape(
-            blocks, heads, tokens, content * item, block_stride, head_stride, token_stride, dtype, 1
-        )
-    # The kernels for CPUs interleave the tokens of a head's page for their vectors.
-    if tensor.stride(2) != content:
-        raise ConfigError(
-            f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}"
-        )
-    return _Shape(blocks, heads, 1, tokens * content * item, block_stride, head_stride, 0, dtype, tokens)
+    if row_tokens > 1:
+        dtype += f" {row_tokens} tokens a row"
+    row_bytes, unit = content * item, TokenUnit(row_tokens)
+    if _interleaves(tensor):
+        if tensor.stride(2) != content:
+            raise ConfigError(
+                f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}"
+            )
+        unit = TokenUnit(rows * row_tokens, is_block=True)
+        rows, row_bytes, row_stride = 1, rows * row_bytes, 0
+    return _Shape(
+        blocks, heads, rows, row_bytes, block_stride, head_stride, row_stride, dtype, unit, is_replicated
+    )
+
+
+def _interleaves(tensor: torch.Tensor) -> bool:
+    """Returns whether kernels interleave the tokens of a head's page, as those for CPUs do for their vectors."""
+    return tensor.device.type == "cpu"
 
 
 def _state_layouts(
@@ -236,16 +288,23 @@ def _state_layouts(
 
 
 def _pages(name: str, tensor: torch.Tensor, states: States) -> torch.Tensor:
-    """Returns the pages of a layer with states. Raises ConfigError unless they hold the states of the group."""
+    """Returns the pages of a layer as bytes. Raises ConfigError unless they hold the states of the group."""
+    import torch
+
     shape, num_bytes = tuple(tensor.shape), states.num_bytes()
-    if tensor.element_size() != 1 or shape[1:3] != (1, 1) or len(shape) != 4 or shape[3] < num_bytes:
+    page = 1
+    for count, stride in list(zip(shape, tensor.stride(), strict=True))[:0:-1]:
+        if count > 1 and stride != page:
+            raise ConfigError(f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}")
+        page *= count
+    page *= tensor.element_size()
+    if len(shape) != 4 or page < num_bytes:
         raise ConfigError(
             f"layer {name}: kvlink takes states as pages of bytes [blocks, 1, 1, {num_bytes} or more], this cache has "
             f"shape {shape} of {tensor.dtype}"
         )
-    if tensor.stride(3) != 1:
-        raise ConfigError(f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}")
-    return tensor
+    stride = tensor.stride(0) * tensor.element_size()
+    return tensor.view(torch.uint8).as_strided((shape[0], 1, 1, page), (stride, page, page, 1))
 
 
 def page_format(cache_dtype: str, fp8: str, kernels: Iterable[str]) -> list[str]:

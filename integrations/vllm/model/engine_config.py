@@ -13,7 +13,9 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -25,9 +27,9 @@ from kvlink.transfer.device_work import DeviceWork
 
 from ...models import model_text, unknown, weights_text
 from ..settings import Settings
-from .caches import Rank, page_format
-from .states import States
-from .unsupported import SERVED
+from .caches import LayerGroup, Rank, page_format
+from .states import RING, States
+from .unsupported import SERVED, specs_of
 from .windows import Window
 
 
@@ -97,9 +99,29 @@ def page_format_of(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
     return " ".join(page_format(cache_dtype, fp8, kernels))
 
 
+def layer_group_of(group: Any) -> LayerGroup:
+    """Returns what the pool needs to know about one of vLLM's cache groups."""
+    attention = {name: spec for name, spec in specs_of(group).items() if isinstance(spec, AttentionSpec)}
+    return LayerGroup(
+        tuple(group.layer_names),
+        states_of(group),
+        row_tokens={name: int(spec.tokens_per_state) for name, spec in attention.items()},
+        replicated=frozenset(
+            name for name, spec in attention.items() if getattr(spec, "max_tp_shards", None) == 1
+        ),
+    )
+
+
 def states_of(group: Any) -> States | None:
-    """Returns the states of the group's layers, or None for layers of attention."""
+    """Returns the states of the group's layers, or None for layers whose blocks hold the tokens of a request.
+
+    A circular buffer is a state: one block of a request has its last tokens, which are not compressed yet.
+    """
     spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    if isinstance(spec, CircularBufferSpec):
+        dtype = str(spec.dtype).removeprefix("torch.")
+        page = (spec.unpadded_page_size_bytes // spec.dtype.itemsize,)
+        return States(RING, (page,), (dtype,), (spec.dtype.itemsize,), replicated=True)
     if not isinstance(spec, MambaSpec):
         return None
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -112,6 +134,14 @@ def states_of(group: Any) -> States | None:
         columns_first=bool(is_conv_state_dim_first()),
         replicated=bool(getattr(spec, "tp_replicated", False)),
     )
+
+
+def back_off_of(vllm_config: Any) -> int:
+    """Returns how many of a prompt's last tokens decode computes itself, for drafts by several MTP modules.
+
+    At prefill, their caches would have drafts that nobody has verified in place of the tokens that follow.
+    """
+    return max(int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1, 0)
 
 
 def grows(group: Any) -> bool:

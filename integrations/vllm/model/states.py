@@ -20,13 +20,16 @@ from .prompt_inputs import has_embeddings
 _CONVOLVED = {"MAMBA1": 1, "MAMBA2": 3, "GDN_ATTN": 3}
 """The number of projections in the convolution of each kind: x; x, B, C; Q, K, V. B and C, and Q and K, are alike."""
 
+RING = "RING"
+"""The kind of circular buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class States:
     """The states of the layers of one cache group. Shapes are those of one rank."""
 
     kind: str
-    """The name in vLLM's MambaAttentionBackendEnum."""
+    """The name in vLLM's MambaAttentionBackendEnum, or RING."""
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     item_bytes: tuple[int, ...]
@@ -95,27 +98,32 @@ def _widths(kind: str, num_columns: int, recurrent: Sequence[int]) -> tuple[int,
 
 
 class Stateful:
-    """The requests of a prefill server whose prompts were shortened. `states` has those of each group, or None."""
+    """The requests of a prefill server whose prompts were shortened. `states` has those of each group, or None.
 
-    def __init__(self, states: Sequence[States | None]) -> None:
+    Prompts are shortened by one token for states, and by `back_off` if that is more.
+    """
+
+    def __init__(self, states: Sequence[States | None], back_off: int = 0) -> None:
         self._states = states
+        self._back_off = max(back_off, int(any(states)))
         self._shortened: set[str] = set()
         self.any = any(states)
         """False for a model without states, for which nothing here does anything."""
 
     def shorten(self, request: Any) -> None:
-        """Removes the last token of the prompt, and asks for one token of answer, as that answer is not used.
+        """Removes the last tokens of the prompt, and asks for one token of answer, as that answer is not used.
 
-        Leaves a prompt of one token, of embeddings, or one that must not read the prefix cache, so that decode would
-        load nothing.
+        Leaves a prompt of no more tokens, of embeddings, or one that must not read the prefix cache, so that decode
+        would load nothing.
         """
-        if not self.any or has_embeddings(request) or request.num_prompt_tokens < 2:
+        count = self._back_off
+        if not count or has_embeddings(request) or request.num_prompt_tokens <= count:
             return
         if request.request_id in self._shortened or request.get_skip_reading_prefix_cache():
             return
         prompt, tokens = request.prompt_token_ids, request._all_token_ids  # both, or neither is changed
-        del prompt[-1:], tokens[-1:]
-        request.num_prompt_tokens -= 1
+        del prompt[-count:], tokens[-count:]
+        request.num_prompt_tokens -= count
         request.max_tokens = 1
         self._shortened.add(request.request_id)
 

@@ -9,8 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     is_quantized_kv_cache,
     iter_layer_specs,
@@ -20,8 +23,17 @@ from kvlink.errors import ConfigError
 
 from .prompt_inputs import check_media
 
-SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read."""
+SERVED = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+)
+"""Kinds of attention in which block n of a request holds its n-th tokens, for as long as they are read.
+
+Their subclasses are not among them, because vLLM gives their blocks other rules.
+"""
 
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -32,9 +44,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     _check_sleep(vllm_config.model_config)
     _check_outputs(vllm_config)
     check_media(vllm_config)
+    _check_buffer(vllm_config.kv_transfer_config)
     _check_cache_dtype(vllm_config)
     _check_drafts(vllm_config)
-    _check_groups(vllm_config, kv_cache_config)
+    for group in kv_cache_config.kv_cache_groups:
+        _check_group(group)
 
 
 def check_bidirectional(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -83,6 +97,16 @@ def _check_outputs(vllm_config: Any) -> None:
         )
 
 
+def _check_buffer(transfer: Any) -> None:
+    """Raises ConfigError for a buffer that would be ignored: caches are read and written where they are."""
+    wanted, device = getattr(transfer, "kv_buffer_device", None), current_platform.device_type
+    if wanted not in (None, device):
+        raise ConfigError(
+            f'KVLinkConnector does not serve "kv_buffer_device": "{wanted}" on {device}: it reads and writes the '
+            "caches in place, and stages in host memory by itself where a transport needs it; remove the setting"
+        )
+
+
 def _check_cache_dtype(vllm_config: Any) -> None:
     """Raises ConfigError for quantized caches that vLLM's backend for CPUs does not list, although servers start."""
     cache_dtype = vllm_config.cache_config.cache_dtype
@@ -111,18 +135,44 @@ def _check_drafts(vllm_config: Any) -> None:
         )
 
 
-def _check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ConfigError for cache groups that are not supported."""
-    for group in kv_cache_config.transfer_groups:
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            if isinstance(spec, MambaSpec):
-                _check_states(spec, group.layer_names[0])
-                continue
-            if not isinstance(spec, SERVED) or spec.tokens_per_state != 1:
-                raise ConfigError(
-                    f"KVLinkConnector does not serve layers with {type(spec).__name__} yet ({group.layer_names[0]} "
-                    "and others): it serves attention whose cache has one row per token, and Mamba's states"
-                )
+def specs_of(group: Any) -> dict[str, Any]:
+    """Returns the spec of each layer of one of vLLM's cache groups."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return dict(specs or dict.fromkeys(group.layer_names, group.kv_cache_spec))
+
+
+def _check_group(group: Any) -> None:
+    """Raises ConfigError for a cache group that is not supported."""
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+        raise ConfigError(
+            f"KVLinkConnector does not serve HiSparse, which keeps blocks of {group.layer_names[0]} and others in a "
+            "host pool of their own; turn it off"
+        )
+    for layer, spec in specs_of(group).items():
+        if isinstance(spec, MambaSpec):
+            _check_states(spec, layer)
+        elif type(spec) in SERVED:
+            _check_attention(spec, layer)
+        elif type(spec) is not CircularBufferSpec:
+            raise ConfigError(
+                f"KVLinkConnector does not serve layers with {type(spec).__name__} ({layer} and others): it serves "
+                "full, sliding-window and chunked attention, MLA, compressed caches with what is not compressed yet, "
+                "and Mamba's states"
+            )
+
+
+def _check_attention(spec: Any, layer: str) -> None:
+    """Raises ConfigError unless blocks consist of whole rows, and stay as long as their tokens are read."""
+    if spec.tokens_per_state < 1 or spec.block_size % spec.tokens_per_state:
+        raise ConfigError(
+            f"KVLinkConnector does not serve caches with {spec.tokens_per_state} tokens a row in blocks of "
+            f"{spec.block_size} ({layer} and others): it moves whole rows, each of one or several tokens"
+        )
+    if getattr(spec, "bounded_replay", False):
+        raise ConfigError(
+            f"KVLinkConnector does not serve --swa-bounded-replay ({layer} and others), with which prefixes that "
+            "decode has cached lack their window; pass --no-swa-bounded-replay"
+        )
 
 
 def _check_states(spec: MambaSpec, layer: str) -> None:

@@ -27,13 +27,12 @@ _UNTIL_HANDED_OFF_S = 86400.0
 
 
 class Leases:
-    """The leases of one rank. `ready_step` is what one written block counts for its readers."""
+    """The leases of one rank."""
 
-    def __init__(self, worker: Worker, stats: RankStats, guard: RequestGuard, ready_step: int) -> None:
+    def __init__(self, worker: Worker, stats: RankStats, guard: RequestGuard) -> None:
         self._worker = worker
         self._stats = stats
         self._guard = guard
-        self._ready_step = ready_step
         self._ids: dict[str, str] = {}  # vLLM's ids by kvlink's names, of leases that may still end
         self._seats: dict[
             str, LeaseSeat
@@ -117,7 +116,7 @@ class Leases:
     def computed(self, written: Mapping[str, int], launched: Callable[[], DeviceWork | None]) -> None:
         """Lets readers of `written` continue once the step's launched kernels have run. None: they have run."""
         try:
-            seats = {each: (self._offer(each), num_blocks) for each, num_blocks in written.items()}
+            seats = {each: (self._offer(each), ready) for each, ready in written.items()}
             self._written.append((launched(), seats))
         except Exception as error:
             self._never_written(written, error)
@@ -134,12 +133,12 @@ class Leases:
                 self._never_written(written, error)
                 written = {}
             del self._written[0]
-            for request_id, (offer, num_blocks) in written.items():
+            for request_id, (offer, ready) in written.items():
                 with (
                     self._guard.around("publish", request_id),
                     contextlib.suppress(KVLinkError),
                 ):  # its reader is gone
-                    self._worker.offers.set_ready(offer, num_blocks * self._ready_step)
+                    self._worker.offers.set_ready(offer, ready)
 
     def _offer(self, request_id: str) -> LeaseSeat | str:
         return self._seats.get(request_id) or name_of(request_id)

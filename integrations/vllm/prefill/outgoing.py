@@ -155,7 +155,7 @@ class Outgoing:
             self._send(out, own, Part.refusal(why))
 
     def advance(self, chunks: Mapping[str, Chunk], own: Sequence[RankInfo], write: Writes) -> dict[str, int]:
-        """Announces what a step computes. Returns how many of the pool's blocks are written once it has run."""
+        """Announces what a step computes. Returns what readers may read once it has run: `StepCommands.written`."""
         written = {}
         for request_id in self._requests.keys() & chunks.keys():
             out = self._requests[request_id]
@@ -163,7 +163,7 @@ class Outgoing:
                 continue
             try:
                 self._advance(out, chunks[request_id], own, write)
-                written[request_id] = out.num_blocks
+                written[request_id] = out.num_blocks * self._ready_step(own[0])
             except Exception as error:
                 self._stop(request_id, own[0], error)
         return written
@@ -246,6 +246,13 @@ class Outgoing:
     def _growth(self, own: RankInfo) -> int:
         """Returns the tokens in a block of the groups that grow."""
         return next(size for size, grows in zip(own.block_tokens, self._grows, strict=True) if grows)
+
+    def _ready_step(self, own: RankInfo) -> int:
+        """Returns what one written block counts for its readers. Layouts with fewer rows are read once all is ready."""
+        if sum(map(len, own.units)) == 1:
+            return 1
+        growing = [units for units, grows in zip(own.units, self._grows, strict=True) if grows]
+        return self._growth(own) // min(unit.tokens for units in growing for unit in units)
 
     def _send(self, out: _Outgoing, own: RankInfo, part: bytes) -> None:
         assert self._announcements is not None

@@ -7,8 +7,10 @@ compares it with the caches of this one, before anything is indexed, divided or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
+from ..model.caches import TokenUnit
 from .handoff import Handoff, RankInfo
 
 
@@ -36,11 +38,9 @@ def mismatch(handoff: Handoff, own: RankInfo, total_heads: int = 1) -> str:
     ours, theirs = own.block_tokens, handoff.block_tokens
     if len(ours) != len(theirs):
         return f"it has {_groups(theirs)}, and this server has {_groups(ours)}"
-    for group, (mine, size, unit) in enumerate(zip(ours, theirs, own.token_units, strict=True)):
-        if (mine == 0) is not (size == 0):
-            return f"cache group {group} has {_kind(size)} there and {_kind(mine)} here"
-        if unit > 1 and mine != size:  # only whole blocks can be moved
-            return f"cache group {group} has {_kind(size)} there and {_kind(mine)} here"
+    for group, (mine, size, units) in enumerate(zip(ours, theirs, own.units, strict=True)):
+        if (mine == 0) is not (size == 0) or not all(unit.divides(size, mine) for unit in units):
+            return f"cache group {group} has {_kind(size)} there and {_kind(mine)} here{_rows(units)}"
     owners = len(handoff.owners)
     if total_heads % owners and owners % total_heads:
         return f"its {owners} ranks cannot share {total_heads} KV heads"
@@ -49,6 +49,11 @@ def mismatch(handoff: Handoff, own: RankInfo, total_heads: int = 1) -> str:
 
 def _groups(block_tokens: tuple[int, ...]) -> str:
     return f"{len(block_tokens)} cache group{'s' * (len(block_tokens) != 1)}"
+
+
+def _rows(units: Iterable[TokenUnit]) -> str:
+    most = max((unit.tokens for unit in units if not unit.is_block), default=1)
+    return f", in rows of {most} tokens" if most > 1 else ""
 
 
 def _kind(block_tokens: int) -> str:

@@ -28,7 +28,7 @@ from kvlink.tracing import TraceParent
 from kvlink.transfer.group_ids import joined
 from kvlink.types import ReadyUnit
 
-from ..model.caches import CacheGroup
+from ..model.caches import CacheGroup, TokenUnit
 
 KEY = "kvlink"
 _SIGNATURE = "signature"
@@ -56,8 +56,8 @@ class RankInfo:
     """By cache group, the tokens of vLLM in a block of the pool, or 0 for states."""
     kernel_blocks: tuple[int, ...]
     """By cache group, the number of these blocks in one of the scheduler's."""
-    token_units: tuple[int, ...]
-    """By cache group, the `CacheGroup.token_unit`."""
+    units: tuple[tuple[TokenUnit, ...], ...]
+    """By cache group, the `CacheGroup.units`."""
     model: int = 0
     """The 8 bytes of the model's identity, which tickets carry."""
     scope: bytes = b""
@@ -102,19 +102,17 @@ class Handoff:
 
         With `written` False, readers follow what the owners report as written.
         """
-        lists = [
-            ids for ids, group in zip(self.block_ids, caches, strict=True) for _ in range(group.num_layouts)
-        ]
+        lists = [ids for ids, group in zip(self.block_ids, caches, strict=True) for _ in group.units]
         tokens = [
-            len(ids) * (size // group.token_unit)
+            len(ids) * (size // unit.tokens)
             for ids, size, group in zip(self.block_ids, self.block_tokens, caches, strict=True)
+            for unit in group.units
         ]
         alone, num_tokens = len(lists) == 1, max(*tokens, 1)
         blocks = lists[0] if alone else joined(lists)
+        are_states = [not group.block_tokens for group in caches for _ in group.units]
         kept = [
-            held if group.block_tokens else num_tokens
-            for held, group in zip(tokens, caches, strict=True)
-            for _ in range(group.num_layouts)
+            num_tokens if is_state else held for held, is_state in zip(tokens, are_states, strict=True)
         ]
         groups = ((), ()) if alone else (tuple(map(len, lists)), tuple(kept))
         return [

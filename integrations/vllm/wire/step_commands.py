@@ -76,7 +76,10 @@ class StepCommands:
     cut: dict[str, str] = field(default_factory=dict)
     """Loads in parts that end now, with the reasons."""
     written: dict[str, int] = field(default_factory=dict)
-    """Requests that are read while they are computed, with their number of blocks written after this step."""
+    """Requests that are read while they are computed, with what readers may read after this step.
+
+    Readers of one layout follow blocks of the pool, those of several follow tokens of the layout with the most.
+    """
     model: int = 0
     """The 8 bytes of the model that the tickets of this step name. 0: not known."""
     idle: bool = False

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches whose rows stand for several tokens, beside others: decode has every written row, and no byte of others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+from compressed_world import Case, Group, Layer, cases, moved
+from hypothesis import given, settings
+
+from kvlink.integrations.vllm.model import caches
+
+V4 = (
+    Group((Layer(4, 12), Layer(4, 3), Layer(128, 12)), 256, 256),
+    Group((Layer(1, 12),), 64, 64, window=128),
+    Group((Layer(1, 12),), 4, 4, window=8),
+    Group((Layer(1, 12),), 8, 8, window=128),
+)
+"""As DeepSeek-V4's: 4 tokens a row beside an indexer, 128 tokens a row, a window, and what is not compressed yet."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_rows() -> object:
+    """As on a GPU, where kernels do not interleave tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caches, "_interleaves", lambda tensor: False)
+        yield
+
+
+@given(case=cases())
+@settings(max_examples=60)
+def test_every_row_that_is_written_and_nothing_else(case: Case) -> None:
+    assert moved(case).wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@given(case=cases())
+@settings(max_examples=int(os.environ.get("KVLINK_COMPRESSED_EXAMPLES", "10000")), derandomize=False)
+def test_many_pairs(case: Case) -> None:
+    assert moved(case).wrong == []
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 127, 128, 129, 255, 256, 300])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 4), (4, 2)])
+def test_caches_as_deepseek_v4_has_them(prompt: int, tps: tuple[int, int]) -> None:
+    result = moved(Case(V4, prompt, 0, tps, (True, True), 1))
+    assert result.wrong == []

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of cache that vLLM has is served, or refused at start by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+import vllm_specs as vllm
+from vllm_specs import Caches, Group, config, stand_in, together
+
+from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, TokenUnit, caches_of
+from kvlink.integrations.vllm.model.states import RING
+
+SPARSE = vllm.MLAAttentionSpec(tokens_per_state=4, state_content_bytes=584, max_tp_shards=1)
+INDEXER = vllm.MLAAttentionSpec(tokens_per_state=4, head_size=132, max_tp_shards=1)
+DENSE = vllm.MLAAttentionSpec(tokens_per_state=128, state_content_bytes=584, max_tp_shards=1)
+COMPRESSOR = vllm.SlidingWindowMLASpec(block_size=4, head_size=2048, dtype=torch.float32, sliding_window=8)
+WINDOW = vllm.SlidingWindowMLASpec(block_size=64, state_content_bytes=584)
+RING_OF_8 = vllm.CircularBufferSpec(block_size=8, head_size=128, dtype=torch.float32)
+DEEPSEEK_V4 = [
+    together(sparse=SPARSE, indexer=INDEXER, dense=DENSE),
+    Group(["window"], WINDOW),
+    Group(["compressor"], COMPRESSOR),
+]
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[tuple[Any, Any]]:
+    with stand_in() as modules:
+        yield modules
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [Group(["layer"], vllm.FullAttentionSpec())],
+        [Group(["layer"], vllm.SlidingWindowSpec())],
+        [Group(["layer"], vllm.ChunkedLocalAttentionSpec())],
+        DEEPSEEK_V4,
+        [together(key=SPARSE, main=vllm.FullAttentionSpec(num_kv_heads=2)), Group(["ring"], RING_OF_8)],
+        [Group(["layer"], vllm.MLAAttentionSpec()), Group(["kda"], vllm.MambaSpec(mamba_type="KDA"))],
+    ],
+    ids=["full", "window", "chunked", "deepseek-v4", "compressed keys and a ring", "kda"],
+)
+def test_what_is_served(modules: tuple[Any, Any], groups: list[Group]) -> None:
+    modules[0].check_supported(config(), Caches(groups))
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        (Group(["a"], vllm.RSWASpec()), "RSWASpec"),
+        (Group(["a"], vllm.SinkFullAttentionSpec()), "SinkFullAttentionSpec"),
+        (Group(["a"], vllm.HiddenStateCacheSpec()), "HiddenStateCacheSpec"),
+        (Group(["a"], vllm.CrossAttentionSpec()), "CrossAttentionSpec"),
+        (Group(["a"], vllm.HiSparseHotSpec()), "HiSparseHotSpec"),
+        (Group(["a"], vllm.MLAAttentionSpec(), host_resident=True), "HiSparse"),
+        (Group(["a"], vllm.MLAAttentionSpec(), enable_kv_transfer=False), "HiSparse"),
+        (Group(["a"], vllm.FullAttentionSpec(tokens_per_state=Fraction(1, 4))), "1/4 tokens a row"),
+        (Group(["a"], vllm.MLAAttentionSpec(tokens_per_state=96)), "96 tokens a row in blocks of 256"),
+        (Group(["a"], vllm.SlidingWindowMLASpec(bounded_replay=True)), "--swa-bounded-replay"),
+        (Group(["a"], vllm.MambaSpec(mamba_cache_mode="all")), "--mamba-cache-mode all"),
+        (Group(["a"], vllm.MambaSpec(num_speculative_blocks=2)), "speculative decoding with states"),
+        (together(b=vllm.FullAttentionSpec(), a=vllm.RSWASpec()), "RSWASpec"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(modules: tuple[Any, Any], group: Group, why: str) -> None:
+    """By the name of the kind or of the setting, with a layer."""
+    with pytest.raises(ConfigError, match=why) as refused:
+        modules[0].check_supported(config(), Caches([*DEEPSEEK_V4, group]))
+    assert "a " in str(refused.value)
+
+
+def test_a_buffer_that_would_be_ignored_is_refused(modules: tuple[Any, Any]) -> None:
+    asks = config(kv_transfer_config=SimpleNamespace(kv_buffer_device="cpu"))
+    with pytest.raises(ConfigError, match='"kv_buffer_device": "cpu" on cuda'):
+        modules[0].check_supported(asks, Caches(DEEPSEEK_V4))
+
+
+def test_layers_are_described_one_by_one(modules: tuple[Any, Any]) -> None:
+    described = modules[1].layer_group_of(DEEPSEEK_V4[0])
+    assert described.row_tokens == {"sparse": 4, "indexer": 4, "dense": 128}
+    assert described.replicated == {"sparse", "indexer", "dense"}
+    main = modules[1].layer_group_of(together(key=SPARSE, main=vllm.FullAttentionSpec(num_kv_heads=2)))
+    assert (main.row_tokens, main.replicated) == ({"key": 4, "main": 1}, {"key"})
+    assert main.states is None
+
+
+def test_a_circular_buffer_is_a_state_that_every_rank_has(modules: tuple[Any, Any]) -> None:
+    states = modules[1].states_of(Group(["ring"], RING_OF_8))
+    assert (states.kind, states.replicated, states.num_bytes()) == (RING, True, 8 * 128 * 4)
+    tensor = torch.zeros(6, 1, 8, 128)
+    caches = caches_of({"ring": tensor}, [LayerGroup(("ring",), states)], 6, Rank(1, 2, 8), "m")
+    [layout] = caches.pool.groups
+    assert (layout.is_state, layout.total_heads, layout.row_bytes) == (True, 1, 8 * 128 * 4)
+
+
+@pytest.mark.parametrize(("lookahead", "count"), [(0, 0), (1, 0), (3, 2)])
+def test_drafts_of_several_modules_back_off(modules: tuple[Any, Any], lookahead: int, count: int) -> None:
+    assert modules[1].back_off_of(SimpleNamespace(num_prefill_lookahead_tokens=lookahead)) == count
+    assert modules[1].back_off_of(SimpleNamespace()) == 0
+
+
+def _packed(*widths: int, blocks: int = 6) -> list[Any]:
+    """Pages of several layers in each block: rows and bytes of a row."""
+    memory = torch.zeros(blocks * sum(widths), dtype=torch.uint8)
+    return [
+        memory.as_strided((blocks, 1, 1, width), (sum(widths), width, width, 1), sum(widths[:index]))
+        for index, width in enumerate(widths)
+    ]
+
+
+def test_rows_of_a_group_may_stand_for_different_tokens() -> None:
+    """On a CPU a block is one unit, because its kernels interleave tokens."""
+    memory = torch.zeros(6, 64 * 584 + 64 * 132 + 2 * 584, dtype=torch.uint8)
+    stride, offset, tensors = memory.shape[1], 0, {}
+    for name, rows, width in (("sparse", 64, 584), ("indexer", 64, 132), ("dense", 2, 584)):
+        tensors[name] = memory.as_strided((6, 1, rows, width), (stride, rows * width, width, 1), offset)
+        offset += rows * width
+    names = {"sparse": 4, "indexer": 4, "dense": 128}
+    group = LayerGroup(tuple(names), row_tokens=names, replicated=frozenset(names))
+    caches = caches_of(tensors, [group], 6, Rank(0, 1, 8), "m")
+    [described] = caches.groups
+    assert (described.block_tokens, described.units) == (256, (TokenUnit(256, is_block=True),) * 3)
+    assert [layout.dtype for layout in caches.pool.groups] == [
+        "uint8 4 tokens a row", "uint8 4 tokens a row", "uint8 128 tokens a row"
+    ]  # fmt: skip
+    names["dense"] = 64
+    with pytest.raises(ConfigError, match="layer dense has cache .* they share a block table"):
+        caches_of(tensors, [group], 6, Rank(0, 1, 8), "m")
+
+
+def test_no_cache_is_left_behind() -> None:
+    """A layer that shares another's cache is none, and neither is a cache that no group has."""
+    first, second = _packed(64, 32)
+    carried = [LayerGroup(("layer",))]
+    caches_of({"layer": first, "shares it": first}, carried, 6, Rank(0, 1, 1), "m")
+    with pytest.raises(ConfigError, match="layer indexer has a cache of its own that is in no cache group"):
+        caches_of({"layer": first, "indexer": second}, carried, 6, Rank(0, 1, 1), "m")
