@@ -293,6 +293,11 @@ std::vector<LateRegion> Engine::late_regions() const {
   return all;
 }
 
+uint32_t Engine::num_late_regions() const {
+  const std::lock_guard lock(mutex_);
+  return num_late_;
+}
+
 uint32_t Engine::segment_region(const std::string& transport, uint32_t number) const {
   const auto state = std::find_if(transports_.begin(), transports_.end(),
                                   [&](const TransportState& each) { return each.name == transport; });

@@ -101,6 +101,8 @@ class Engine {
   /// leases that cover it end before. REQUIRES that no read of this worker lands there any more.
   void drop_region(uint32_t number);
   std::vector<LateRegion> late_regions() const;
+  /// Returns the number that the next one gets.
+  uint32_t num_late_regions() const;
   /// Returns the index of a region's segments in reads over this transport.
   uint32_t segment_region(const std::string& transport, uint32_t number) const;
 
