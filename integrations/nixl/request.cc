@@ -21,7 +21,9 @@ void add_once(std::vector<T>& all, const T& one) {
 }
 
 /// A read that failed so may work over a new connection, or under the owner's next seat.
-bool may_work_again(Code code) { return code == Code::kStaleBlocks || code == Code::kPeerUnreachable; }
+bool may_work_again(Code code) {
+  return code == Code::kStaleBlocks || code == Code::kAccessDenied || code == Code::kPeerUnreachable;
+}
 
 }  // namespace
 
@@ -105,6 +107,7 @@ void Request::connected(uint64_t post, const Status& status) {
   if (phase_ != Phase::kConnecting || post != posts_) return;
   if (!status.ok()) return fail(status);
   if (now_ns() >= deadline_ns_) return look();
+  seat_ = {};  // the card was asked for
   start();
 }
 
@@ -126,7 +129,7 @@ void Request::take_end() {
   if (ended.ok()) return finish();
   if (again_ || !may_work_again(ended.code()) || now_ns() >= deadline_ns_) return fail(ended);
   again_ = true;
-  if (ended.code() != Code::kStaleBlocks) seat_ = {};  // it may still be the owner's
+  if (ended.code() == Code::kPeerUnreachable) seat_ = {};  // it may still be the owner's
   start();
 }
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nixl.agents import Agent, agents, introduce
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from agents import Agent, agents, introduce
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nixl.agents import environment
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from agents import environment
 
 pytestmark = [
     pytest.mark.verify,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nixl.agents import NEWEST, RELEASES, agents, introduce
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from agents import NEWEST, RELEASES, agents, introduce
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nixl.agents import Agent, agents, introduce
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from agents import Agent, agents, introduce
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
@@ -153,7 +153,8 @@ def test_deregistration_here_ends_what_reads_into_it(path: str) -> None:
         assert reader("agent.transfer(handles['read'])") == "PROC"
         reader("deregister('into')")
         before = reader("memory['into'].tobytes().count(0)")
-        assert reader("[agent.check_xfer_state(handles['read']) for _ in range(1000)][-1]") != "DONE"
+        with pytest.raises(RuntimeError, match="nixlCancelledError"):
+            reader("agent.check_xfer_state(handles['read'])")
         assert reader("memory['into'].tobytes().count(0)") == before
 
 
