@@ -251,8 +251,7 @@ void Channel::serve(Links::iterator link, OwnerSession::Actions actions, int64_t
   if (!actions.end && std::get<OwnerSession>(link->second.session).admitted()) pending_.erase(serial);
   for (Request& request : actions.requests) {
     if (auto* const notice = std::get_if<Notice>(&request.body)) {
-      if (!take_notice(serial, link->second, std::move(*notice), actions.send))
-        return erase(link, {});
+      if (!take_notice(serial, link->second, std::move(*notice), actions.send)) return erase(link, {});
       continue;
     }
     actions.send += answer(serial, link->second, std::move(request));

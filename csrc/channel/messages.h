@@ -33,7 +33,7 @@ struct Notice {
   bool operator==(const Notice&) const = default;
 };
 
-/// What becomes of a notice that arrived.
+/// The answer to a notice that arrived.
 struct NoticeVerdict {
   bool fits = true;    // false: its caller may not have so many queued, which ends its link
   uint64_t taken = 0;  // tells the caller at once that its notices up to this number were taken; 0: later

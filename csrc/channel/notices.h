@@ -17,7 +17,7 @@
 
 namespace kvlink::channel {
 
-/// What each notice counts beside its texts, so that empty ones are bounded as well.
+/// Each notice counts so much beside its message, so that empty ones are bounded as well.
 inline constexpr uint64_t kNoticeCost = 64;
 
 /// The owner's end. Any thread.

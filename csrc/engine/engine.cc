@@ -254,14 +254,15 @@ Result<uint32_t> Engine::add_region(const MemoryRange& range) {
   Late late{num_late_, range.bytes, {}, {}};
   Status why = Status::Unavailable("this worker has no transport", {});
   for (TransportState& state : transports_) {
-    Result<std::unique_ptr<MemoryRegion>> made =
-        state.transport ? state.transport->register_memory(range, Access::kRead)
-                        : Status::Unavailable(state.access.refused, {});
+    Result<std::unique_ptr<MemoryRegion>> made = state.transport
+                                                     ? state.transport->register_memory(range, Access::kRead)
+                                                     : Status::Unavailable(state.access.refused, {});
     if (!made.ok() && state.transport) why = made.status();
     late.refused.push_back(made.ok() ? std::string() : made.status().sentence());
     late.regions.push_back(made.ok() ? std::move(*made) : nullptr);
   }
-  const bool any = std::any_of(late.regions.begin(), late.regions.end(), [](const auto& one) { return one != nullptr; });
+  const bool any =
+      std::any_of(late.regions.begin(), late.regions.end(), [](const auto& one) { return one != nullptr; });
   const std::lock_guard lock(mutex_);
   ++num_late_;
   if (closed_) return Status::Config("this worker is closed");
@@ -275,8 +276,8 @@ void Engine::drop_region(uint32_t number) {
   const std::lock_guard lock(late_mutex_);
   {
     const std::lock_guard listed(mutex_);
-    const auto found =
-        std::find_if(late_.begin(), late_.end(), [number](const Late& late) { return late.number == number; });
+    const auto found = std::find_if(late_.begin(), late_.end(),
+                                    [number](const Late& late) { return late.number == number; });
     if (found == late_.end()) return;
     dropped.push_back(std::move(*found));
     late_.erase(found);
@@ -498,8 +499,8 @@ Status Engine::wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& sh
     return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
   }
   if (!shared) {
-    auto made = Bounce::make(sample().base, options_.bounce_bytes,
-                             [this](auto... of) { return make_copier(of...); });
+    auto made =
+        Bounce::make(sample().base, options_.bounce_bytes, [this](auto... of) { return make_copier(of...); });
     if (!made.ok()) return made.status();
     shared = std::move(*made);
   }

@@ -65,7 +65,8 @@ struct Accepted {
 struct LateRegion {
   uint32_t number = 0;  // never given again
   uint64_t bytes = 0;
-  std::vector<std::string> keys;  // by transport, as access() lists them; empty: it does not export the region
+  std::vector<std::string>
+      keys;  // by transport, as access() lists them; empty: it does not export the region
   std::vector<std::string> refused;  // why, and the fix
 };
 

@@ -73,7 +73,8 @@ Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                const std::string& why_not, uint32_t late_from) {
   const auto registered = inner->register_memory(bounce->receiving()->memory(), Access::kLocal);
   if (!registered.ok()) return registered.status();
-  return std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, late_from, why_not);
+  return std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, late_from,
+                                           why_not);
 }
 
 }  // namespace kvlink

@@ -37,7 +37,8 @@ class Agent {
   std::shared_ptr<Peer> peer(const std::string& name) const;
   void forget_peer(const std::string& name);
 
-  Result<std::shared_ptr<Request>> prepare(const std::vector<Wish>& wishes, const std::shared_ptr<Peer>& peer);
+  Result<std::shared_ptr<Request>> prepare(const std::vector<Wish>& wishes,
+                                           const std::shared_ptr<Peer>& peer);
   void release(const std::shared_ptr<Request>& request);
 
   /// Appends (agent, notification).
@@ -55,7 +56,7 @@ class Agent {
   channel::Inbox inbox_;
   std::string info_;
 
-  std::mutex publishing_;  // keeps the order of cards
+  std::mutex publishing_;     // keeps the order of cards
   mutable std::mutex mutex_;  // guards everything below
   std::unordered_map<std::string, std::shared_ptr<Peer>> peers_;
   std::unordered_map<const Request*, std::shared_ptr<Request>> requests_;  // that are not released

@@ -12,8 +12,8 @@
 namespace kvlink::nixl {
 namespace {
 
-constexpr uint32_t kSeats = 64;       // of which a pool uses one at a time
-constexpr uint32_t kTurn[] = {0};     // what the seat covers, as everything
+constexpr uint32_t kSeats = 64;    // of which a pool uses one at a time
+constexpr uint32_t kTurn[] = {0};  // what the seat covers, as everything
 
 /// Transports that are of no use for memory of this kind are left out.
 std::vector<std::string> transports_for(const std::vector<std::string>& all, bool device) {
@@ -35,7 +35,8 @@ uint32_t RegisteredMemory::pool_of(const std::byte* memory) {
   if (!api.ok()) return kHostPool;
   int type = 0, ordinal = 0;
   const cuda::Address at = cuda::address_of(memory);
-  if ((*api)->pointer_get_attribute(&type, cuda::kMemoryType, at) != cuda::kSuccess || type != cuda::kDeviceMemory ||
+  if ((*api)->pointer_get_attribute(&type, cuda::kMemoryType, at) != cuda::kSuccess ||
+      type != cuda::kDeviceMemory ||
       (*api)->pointer_get_attribute(&ordinal, cuda::kDeviceOrdinal, at) != cuda::kSuccess) {
     return kHostPool;
   }
@@ -106,7 +107,7 @@ void RegisteredMemory::drop(const OwnRegion& region) {
   }
   if (!pool) return;
   const std::lock_guard turn(pool->turn);
-  // What peers read from now on does not validate, and what is still sent is over on return.
+  // Reads by peers do not validate from now on, and nothing is sent for them on return.
   pool->engine->revoke(kTurn);
   pool->engine->drop_region(region.number);
   const Result<LeaseSeat> next = pool->engine->grant_soft(kTurn, 0, kNoExpiryNs);

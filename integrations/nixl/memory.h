@@ -20,8 +20,8 @@ struct Settings {
   std::string agent;
   std::vector<std::string> transports = {"cuda", "cma", "verbs", "tcp"};  // best first
   std::string host = "127.0.0.1", advertise;
-  uint16_t port = 0;                        // of the channel; 0: any
-  int64_t timeout_ns = 30'000'000'000;      // of a transfer
+  uint16_t port = 0;                    // of the channel; 0: any
+  int64_t timeout_ns = 30'000'000'000;  // of a transfer
   uint64_t bounce_bytes = 64 << 20;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What agents tell each other, in NIXL's metadata and on the native channel. All of it is parsed as if it were
-// forged: nothing is allocated for what is out of its bounds.
+// What agents tell each other, in NIXL's metadata and on the native channel. All of it is parsed as if it
+// were forged: nothing is allocated for what is out of its bounds.
 #pragma once
 
 #include <cstdint>

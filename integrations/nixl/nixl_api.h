@@ -2,7 +2,7 @@
 // The interface by which NIXL 1.0.0 to 1.5.1 uses a backend, as its binaries have it: values, layouts and the
 // order of virtual functions. tests/nixl/layouts.cc compares it with NIXL's own headers.
 //
-// Names are ours; NIXL finds everything by position. What NIXL constructs, this code only reads.
+// Names are ours; NIXL finds everything by position. This code only reads what NIXL constructs.
 #pragma once
 
 #include <chrono>
@@ -41,7 +41,7 @@ using Params = std::unordered_map<std::string, std::string>;
 using MemoryKinds = std::vector<Memory>;
 using Notifications = std::vector<std::pair<std::string, std::string>>;
 
-/// What the agent tells a backend that it creates.
+/// The agent passes this to a backend that it creates.
 struct InitParams {
   std::string agent;
   std::string backend;
@@ -59,7 +59,7 @@ struct Options {
   std::string custom;
 };
 
-/// What a backend keeps for memory, and for a request. The agent only keeps the pointers.
+/// A backend derives from these for memory and for requests. The agent only keeps the pointers.
 struct Metadata {
   explicit Metadata(bool own) : is_private(own) {}
   virtual ~Metadata() = default;
@@ -153,7 +153,7 @@ class Backend {
   friend struct Layouts;  // tests/nixl/layouts.cc
 };
 
-/// What nixl_plugin_init() returns.
+/// nixl_plugin_init() returns this.
 struct Plugin {
   int version;
   Backend* (*create)(const InitParams* params);

@@ -34,8 +34,8 @@ bool Link::serves(const Need& need) const {
 
 /// REQUIRES mutex_.
 const PoolCard* Peer::known(uint32_t pool) const {
-  const auto found = std::find_if(card_.begin(), card_.end(),
-                                  [pool](const PoolCard& each) { return each.pool == pool; });
+  const auto found =
+      std::find_if(card_.begin(), card_.end(), [pool](const PoolCard& each) { return each.pool == pool; });
   return found == card_.end() ? nullptr : &*found;
 }
 
@@ -51,7 +51,9 @@ void Peer::connect(Need need, const LeaseSeat& stale, Done done) {
   add({false, std::move(need), stale, std::move(done)});
 }
 
-void Peer::greet() { add({true, {}, {}, [](const Status&) {}}); }
+void Peer::greet() {
+  add({true, {}, {}, [](const Status&) {}});
+}
 
 void Peer::add(Attempt attempt) {
   {
@@ -149,7 +151,8 @@ Result<PoolCard> Peer::card_for(channel::Client& client, const Attempt& attempt,
   const Result<std::string> body = client.card(patience);
   if (!body.ok()) return body.status();
   std::optional<AgentCard> card = read_card(*body);
-  if (!card) return Status::AccessDenied("agent " + name_ + " sent a malformed card; run the same kvlink there");
+  if (!card)
+    return Status::AccessDenied("agent " + name_ + " sent a malformed card; run the same kvlink there");
   const std::lock_guard lock(mutex_);
   card_ = std::move(*card);
   const PoolCard* const pool = known(need.peer_pool);
@@ -159,8 +162,8 @@ Result<PoolCard> Peer::card_for(channel::Client& client, const Attempt& attempt,
   return *pool;
 }
 
-Status Peer::open_link(const std::shared_ptr<channel::Client>& client, const Need& need,
-                       const PoolCard& pool, const Patience& patience) {
+Status Peer::open_link(const std::shared_ptr<channel::Client>& client, const Need& need, const PoolCard& pool,
+                       const Patience& patience) {
   Engine* const engine = shared_.memory.engine(need.own_pool);
   if (!engine) return Status::Config("this agent has no " + pool_name(need.own_pool));
   const uint32_t own_regions = engine->num_late_regions();

@@ -20,7 +20,7 @@
 
 namespace kvlink::nixl {
 
-/// What a request reads from and into.
+/// The regions that a request reads from and into.
 struct Need {
   uint32_t own_pool = 0, peer_pool = 0;
   uint32_t own_regions = 0;       // numbers below this one are read into
@@ -42,7 +42,7 @@ struct Reach {
   LeaseSeat seat;
 };
 
-/// What peers share. The agent keeps it until all jobs have ended.
+/// All peers share this. The agent keeps it until all jobs have ended.
 struct Shared {
   const Settings settings;
   RegisteredMemory& memory;

@@ -2,9 +2,9 @@
 // The plugin: NIXL's calls in terms of an Agent. Nothing is thrown to NIXL, and nothing is logged but why a
 // call was refused, once for each reason.
 #include <array>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
-#include <charconv>
 #include <memory>
 #include <set>
 #include <utility>
@@ -146,8 +146,8 @@ Result<Settings> settings_of(const api::InitParams& init) {
   uint64_t port = 0, timeout_ms = 30'000;
   Status status = take_number(setting(params, "port", "KVLINK_NIXL_PORT"), "port", 0, 65'535, port);
   if (status.ok()) {
-    status = take_number(setting(params, "timeout_ms", "KVLINK_NIXL_TIMEOUT_MS"), "timeout_ms", 1,
-                         86'400'000, timeout_ms);
+    status = take_number(setting(params, "timeout_ms", "KVLINK_NIXL_TIMEOUT_MS"), "timeout_ms", 1, 86'400'000,
+                         timeout_ms);
   }
   if (!status.ok()) return status;
   settings.port = static_cast<uint16_t>(port);
@@ -275,17 +275,18 @@ class Plugin final : public api::Backend {
       if (!name || memory.bytes == 0 || memory.address > UINT64_MAX - memory.bytes) {
         return state_of(Status::AccessDenied("the metadata of agent " + agent + " is forged"));
       }
-      made = new PeerMemory(
-          std::make_shared<PeerRegion>(PeerRegion{peer, *name, memory.address, memory.bytes}));
+      made =
+          new PeerMemory(std::make_shared<PeerRegion>(PeerRegion{peer, *name, memory.address, memory.bytes}));
       return State::kSuccess;
     });
   }
   State load_local(api::Metadata* own, api::Metadata*& made) override {
     return guarded([&] {
       const OwnRegion& region = *static_cast<OwnMemory*>(own)->region;
-      made = new PeerMemory(std::make_shared<PeerRegion>(
-          PeerRegion{agent_->peer(agent_->name()), {region.pool, region.number},
-                     reinterpret_cast<uint64_t>(region.base), region.bytes}));
+      made = new PeerMemory(std::make_shared<PeerRegion>(PeerRegion{agent_->peer(agent_->name()),
+                                                                    {region.pool, region.number},
+                                                                    reinterpret_cast<uint64_t>(region.base),
+                                                                    region.bytes}));
       return State::kSuccess;
     });
   }
@@ -353,9 +354,13 @@ api::Backend* create(const api::InitParams* init) noexcept {
 api::Params options() { return {}; }
 api::MemoryKinds kinds() { return {Memory::kDram, Memory::kVram}; }
 
-api::Plugin made{
-    api::kPluginVersion, create,  [](api::Backend* backend) { delete backend; },
-    [] { return kName; }, [] { return KVLINK_VERSION; }, options, kinds};
+api::Plugin made{api::kPluginVersion,
+                 create,
+                 [](api::Backend* backend) { delete backend; },
+                 [] { return kName; },
+                 [] { return KVLINK_VERSION; },
+                 options,
+                 kinds};
 
 }  // namespace
 }  // namespace kvlink::nixl

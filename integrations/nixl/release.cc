@@ -62,9 +62,9 @@ Status check_release(std::string_view release) {
   if (asked && *asked >= *parse(kOldestRelease) && *asked <= *parse(kNewestRelease)) return {};
   const std::string known = std::string(kOldestRelease) + " to " + kNewestRelease;
   if (release.empty()) {
-    return Status::Unavailable("kvlink's plugin cannot tell which release of NIXL loads it",
-                               std::string("set ") + kReleaseVariable + " to its number, if that is one of " +
-                                   known);
+    return Status::Unavailable(
+        "kvlink's plugin cannot tell which release of NIXL loads it",
+        std::string("set ") + kReleaseVariable + " to its number, if that is one of " + known);
   }
   return Status::Unavailable(
       "kvlink's plugin was compared with NIXL " + known + ", and this is " + std::string(release),

@@ -27,8 +27,8 @@ class Request : public std::enable_shared_from_this<Request> {
   enum class Phase : uint8_t { kIdle, kConnecting, kReading, kDone, kFailed, kReleased };
 
   /// Refuses reads beyond a region, of several peers, or of more than one kind of memory at an end.
-  static Result<std::shared_ptr<Request>> prepare(const std::vector<Wish>& wishes,
-                                                  std::shared_ptr<Peer> peer, int64_t timeout_ns);
+  static Result<std::shared_ptr<Request>> prepare(const std::vector<Wish>& wishes, std::shared_ptr<Peer> peer,
+                                                  int64_t timeout_ns);
 
   /// Starts the reads, or connecting. kConfig while they are under way.
   Status post(std::optional<std::string> notification);
@@ -43,7 +43,6 @@ class Request : public std::enable_shared_from_this<Request> {
   void abort_into(const OwnRegion& region);
 
  private:
-
   explicit Request(std::shared_ptr<Peer> peer, int64_t timeout_ns)
       : peer_(std::move(peer)), timeout_ns_(timeout_ns) {}
   Status add(const Wish& wish);
@@ -64,7 +63,7 @@ class Request : public std::enable_shared_from_this<Request> {
   const int64_t timeout_ns_;
   Need need_;
   std::vector<ReadPiece> pieces_;
-  std::vector<std::shared_ptr<OwnRegion>> into_;    // each once
+  std::vector<std::shared_ptr<OwnRegion>> into_;   // each once
   std::vector<std::shared_ptr<PeerRegion>> from_;  // the same
 
   mutable std::mutex mutex_;  // guards everything below

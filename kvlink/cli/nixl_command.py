@@ -11,7 +11,7 @@ from kvlink.cli.checks import Json
 from kvlink.errors import ConfigError
 
 ENGINES = {
-    "vLLM": "--kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\", "
+    "vLLM": '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"backends": ["KVLINK"]}}\'',
     "Dynamo KVBM": "DYN_KVBM_NIXL_BACKEND_KVLINK=true",
 }

@@ -26,13 +26,11 @@ def plugin_folder() -> Path | None:
 
 def releases() -> dict[str, str]:
     """Returns the installed packages with NIXL's libraries, and the release of each."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {
+        package: importlib.metadata.version(package)
+        for package in _PACKAGES
+        if any(importlib.metadata.distributions(name=package))
+    }
 
 
 def accepts(release: str) -> bool:

@@ -67,7 +67,9 @@ class Agent:
             stderr=subprocess.PIPE,
             env=environment(release, **more),
         )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
+        assert self.process.stdin
+        assert self.process.stdout
+        assert self.process.stderr
         self._errors: list[bytes] = []
         self._reader = threading.Thread(target=self._errors.extend, args=(self.process.stderr,), daemon=True)
         self._reader.start()
@@ -90,7 +92,7 @@ class Agent:
         return value
 
     def said(self) -> str:
-        """What the process wrote on its standard error; all of it once it has ended."""
+        """Returns the text on its standard error; all of it once the process has ended."""
         if self.process.poll() is not None:
             self._reader.join()
         return b"".join(self._errors).decode()
@@ -111,8 +113,7 @@ def agents(*names: str, release: str = NEWEST, **more: str) -> Iterator[list[Age
     """Runs agents of these names."""
     running: list[Agent] = []
     try:
-        for name in names:
-            running.append(Agent(name, release, **more))
+        running.extend(Agent(name, release, **more) for name in names)
         yield running
     finally:
         for agent in running:
@@ -150,7 +151,15 @@ class Served:
         self.agent.deregister_memory(self.registered.pop(key))
 
     def prepare(
-        self, key: str, peer: str, into: str, at: int, pieces: int, size: int, note: bytes = b"", op: str = "READ"
+        self,
+        key: str,
+        peer: str,
+        into: str,
+        at: int,
+        pieces: int,
+        size: int,
+        note: bytes = b"",
+        op: str = "READ",
     ) -> None:
         """Prepares pieces of `size`, in reverse order at this end."""
         base = self.memory[into].ctypes.data

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares the declarations of integrations/nixl/nixl_api.h with NIXL's own headers, whose folder is given to
 // the compiler: tests/nixl/test_layouts.py. Compiled and run; prints what differs.
-#include "nixl_api.h"
-
 #include <cstdio>
 #include <cstring>
+
+#include "nixl_api.h"
 
 #define private public
 #define protected public
@@ -72,8 +72,8 @@ int main() {
   using Theirs = nixlBackendEngine;
   using RemoteView = nixl_status_t (Theirs::*)(const nixl_remote_meta_dlist_t&, nixlMemViewH&,
                                                const nixl_opt_b_args_t*) const;
-  using LocalView = nixl_status_t (Theirs::*)(const nixl_meta_dlist_t&, nixlMemViewH&,
-                                              const nixl_opt_b_args_t*) const;
+  using LocalView =
+      nixl_status_t (Theirs::*)(const nixl_meta_dlist_t&, nixlMemViewH&, const nixl_opt_b_args_t*) const;
   const struct {
     const char* name;
     size_t ours, theirs;

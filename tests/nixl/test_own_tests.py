@@ -48,10 +48,13 @@ def test_the_tests_of_its_python_api(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    failed = {name.split("[")[0] for name in re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", ran.stdout, re.MULTILINE)}
+    failed = {
+        name.split("[")[0] for name in re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", ran.stdout, re.MULTILINE)
+    }
     assert failed <= WRITES, ran.stdout
     passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed and int(passed[1]) >= 18, ran.stdout
+    assert passed is not None, ran.stdout
+    assert int(passed[1]) >= 18, ran.stdout
 
 
 def test_its_example_of_two_peers_reads_until_it_writes() -> None:

@@ -161,9 +161,9 @@ std::vector<LocalRegion> Ports::locals(size_t port) const {
   const auto& opened = ports_[port].opened;
   if (!opened) return regions;
   for (const auto& memory : opened->memory) {
-    regions.push_back(memory ? LocalRegion{memory->range().base, memory->range().bytes, memory->iova(),
-                                           memory->lkeys()}
-                             : LocalRegion{});
+    regions.push_back(
+        memory ? LocalRegion{memory->range().base, memory->range().bytes, memory->iova(), memory->lkeys()}
+               : LocalRegion{});
   }
   return regions;
 }

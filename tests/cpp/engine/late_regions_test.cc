@@ -137,7 +137,8 @@ TEST(LateRegionsOnDevices, AreStaged) {
   FakeDevice device(kPoolBytes);
   const auto host = allocate(kPoolBytes);
   fill_random(host->range(), 5);
-  const auto owner = started(7, "tcp", host->range()), reader = started(8, "tcp", device.range(), device.maker());
+  const auto owner = started(7, "tcp", host->range()),
+             reader = started(8, "tcp", device.range(), device.maker());
   ASSERT_TRUE(owner->add_region(host->range()).ok());
   EXPECT_EQ(reader->add_region(host->range()).status().code(), Code::kConfig);  // of another kind
   const uint32_t here = reader->segment_region("tcp", *reader->add_region(device.range()));

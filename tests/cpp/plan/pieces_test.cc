@@ -29,7 +29,8 @@ void read(const Plan& plan, const std::vector<std::vector<std::byte>>& owner) {
 TEST(Pieces, NeighboursAreReadAtOnce) {
   std::vector<std::byte> into(kBytes);
   std::byte* const at = into.data();
-  const ReadPiece pieces[] = {{0, at, 64, 0, 5}, {64, at + 64, 64, 0, 5}, {128, at + 512, 64, 0, 5}, {0, at + 1024, 64, 1, 5}};
+  const ReadPiece pieces[] = {
+      {0, at, 64, 0, 5}, {64, at + 64, 64, 0, 5}, {128, at + 512, 64, 0, 5}, {0, at + 1024, 64, 1, 5}};
   const auto plan = plan_pieces(pieces);
   ASSERT_EQ(plan->ops.size(), 2U);
   EXPECT_EQ(plan->ops[0].bytes, 192U);
