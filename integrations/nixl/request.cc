@@ -8,6 +8,8 @@
 namespace kvlink::nixl {
 namespace {
 
+// An agent that drops regions all the time ends its lease each time.
+constexpr uint32_t kMostRestarts = 8;
 constexpr int64_t kCancelNs = 10'000'000;  // then the connection ends with its reads
 
 bool within(uint64_t address, uint64_t bytes, uint64_t base, uint64_t size) {
@@ -66,7 +68,7 @@ Status Request::post(std::optional<std::string> notification) {
   if (runs() || phase_ == Phase::kReleased) return Status::Config("the transfer is under way");
   ++posts_;
   deadline_ns_ = now_ns() + timeout_ns_;
-  again_ = false;
+  restarts_ = 0;
   notification_ = std::move(notification);
   why_ = {};
   seat_ = {};
@@ -127,8 +129,9 @@ std::shared_ptr<const Plan> Request::plan_for(const std::shared_ptr<const Link>&
 void Request::take_end() {
   const Status ended = transfer_->status();
   if (ended.ok()) return finish();
-  if (again_ || !may_work_again(ended.code()) || now_ns() >= deadline_ns_) return fail(ended);
-  again_ = true;
+  const bool may_start = restarts_ < kMostRestarts && may_work_again(ended.code()) && now_ns() < deadline_ns_;
+  if (!may_start) return fail(ended);
+  ++restarts_;
   if (ended.code() == Code::kPeerUnreachable) seat_ = {};  // it may still be the owner's
   start();
 }

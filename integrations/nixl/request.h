@@ -70,7 +70,7 @@ class Request : public std::enable_shared_from_this<Request> {
   Phase phase_ = Phase::kIdle;
   uint64_t posts_ = 0;
   int64_t deadline_ns_ = 0;
-  bool again_ = false;  // this post has been started a second time
+  uint32_t restarts_ = 0;  // of this post
   std::optional<std::string> notification_;
   Status why_;
   std::shared_ptr<const Link> link_;  // that the plan is for
