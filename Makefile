@@ -10,7 +10,7 @@ VENV := .venv
 JOBS ?= $(shell nproc)
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := CMakeLists.txt $(shell find csrc protos -type f)
-CPP_FILES = $(shell find csrc tests/cpp tests/capi tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc' -o -name '*.c')
+CPP_FILES = $(shell find csrc integrations/nixl tests/nixl tests/cpp tests/capi tests/simulation tests/memory_model benchmarks/peers/adapters -name '*.h' -o -name '*.cc' -o -name '*.c')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 STRICT := KVLINK_WERROR=ON
@@ -152,6 +152,10 @@ test-transports: build $(VENV)/.checked ## the whole transport and fault suites,
 	pytest -m "verify" tests/transports
 
 CAPI_PROGRAMS = kvlink_node kvlink_misuse kvlink_threads
+
+.PHONY: test-nixl
+test-nixl: build-cpp $(VENV)/.checked ## the backend in the wheels of NIXL, from PyPI; KVLINK_NIXL_SOURCES=DIR: NIXL's own tests too
+	pytest tests/nixl
 
 .PHONY: test-capi
 test-capi: build-cpp $(VENV)/.checked ## programs in C, alone, with each other and with Python; again under sanitizers; ten million malformed inputs

@@ -46,6 +46,7 @@ class Lane(NamedTuple):
 LANES = {
     "transports": Lane("make test-transports", 2),
     "capi": Lane("make test-capi", 2),
+    "nixl": Lane("make test-nixl", 3),
     "hostile": Lane("make test-hostile", 2),
     "processes": Lane("make test-processes", 2),
     "simulate": Lane("make simulate", 2),
@@ -100,6 +101,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"kvlink/demo|kvlink/tracing|integrations/router/", ("processes", "docs")),
     (r"kvlink/_(core|bench)", ("transports", "processes", "pythons", "docs")),
     (r"kvlink/", ("transports", "processes", "docs")),
+    (r"integrations/nixl/|packaging/nixl/", ("nixl",)),
     (r"integrations/deploy/image", ("deploy", "image", "slow")),
     (r"integrations/deploy", ("deploy",)),
     (r"integrations/", ("processes", "docs", "engines")),
@@ -112,6 +114,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
     (r"tests/transports/|tests/fake_cuda/", ("transports",)),
     (r"tests/hostile_peers/", ("hostile",)),
     (r"tests/capi/", ("capi",)),
+    (r"tests/nixl/", ("nixl",)),
     (r"tests/netns/", ("netns",)),
     (r"tests/deploy/test_image_steps|tests/newcomer/fresh_root", ("image", "newcomer")),
     (r"tests/deploy/", ("deploy", "slow")),

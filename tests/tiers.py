@@ -15,6 +15,7 @@ OUTSIDE_FOLDERS = frozenset(
         "hostile_peers",
         "netns",
         "newcomer",
+        "nixl",
         "outages",
         "pages",
         "softroce",

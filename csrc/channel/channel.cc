@@ -52,6 +52,10 @@ std::string refused(uint32_t id, const Refusal& refusal) {
   return encode(Type::kRefused, id, encode_refusal(refusal));
 }
 
+std::string encode_notified(uint64_t number) {
+  return encode(Type::kNotified, kNoticeId, {reinterpret_cast<const char*>(&number), sizeof number});
+}
+
 Status of_channel(const Status& status) {
   return {status.code(), "the native channel: " + status.what(), status.fix()};
 }
@@ -246,6 +250,10 @@ void Channel::serve(Links::iterator link, OwnerSession::Actions actions, int64_t
   const uint64_t serial = link->first;
   if (!actions.end && std::get<OwnerSession>(link->second.session).admitted()) pending_.erase(serial);
   for (Request& request : actions.requests) {
+    if (auto* const notice = std::get_if<Notice>(&request.body)) {
+      if (!take_notice(serial, link->second, std::move(*notice), actions.send)) return erase(link, {});
+      continue;
+    }
     actions.send += answer(serial, link->second, std::move(request));
     if (actions.send.size() > kMostAnswers) return erase(link, {});
   }
@@ -256,6 +264,17 @@ void Channel::serve(Links::iterator link, OwnerSession::Actions actions, int64_t
   }
   queue(link, actions.send, now);
 }
+
+/// Returns false if the link ends. Appends what is to be sent.
+bool Channel::take_notice(uint64_t serial, const Link& link, Notice notice, std::string& send) {
+  if (!serving_.notify) return false;
+  const auto& caller = std::get<OwnerSession>(link.session).caller();
+  const NoticeVerdict verdict = serving_.notify(caller, serial, std::move(notice));
+  if (verdict.taken > 0) send += encode_notified(verdict.taken);
+  return verdict.fits;
+}
+
+void Channel::notified(uint64_t link, uint64_t number) { send(link, encode_notified(number)); }
 
 /// Returns the frame that answers at once, or nothing if another thread will.
 std::string Channel::answer(uint64_t serial, const Link& link, Request request) {

@@ -38,6 +38,8 @@ struct Serving {
   std::function<Result<Accepted>(const ConnectRequest&, uint64_t caller)> accept;
   /// Return whether there is such a seat. They run on the channel's thread, and must not block.
   std::function<bool(const SeatRef&)> settle, renew;
+  /// Takes a notice; empty: none may come. Runs on the channel's thread, and must not block.
+  std::function<NoticeVerdict(const Instance& caller, uint64_t link, Notice)> notify = {};
 };
 /// The caller keeps the engine until Channel::close() has returned.
 Serving serving(Engine& engine);
@@ -75,6 +77,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
   /// runs an engine's step.
   Result<std::shared_ptr<Client>> dial(const ChannelAddress& to, const Patience& patience);
 
+  /// Tells the caller at the other end of a link that it was taken, up to this number.
+  void notified(uint64_t link, uint64_t number);
+
   Counts counts();
   /// Idempotent. Clients end, threads join; on return no call of Serving runs. Does nothing in a forked
   /// child.
@@ -111,6 +116,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void drop_late(int64_t now);
   // Any thread.
   std::string answer(uint64_t serial, const Link& link, Request request);
+  bool take_notice(uint64_t serial, const Link& link, Notice notice, std::string& send);
   std::string start_accept(uint64_t serial, uint64_t caller, uint32_t id, ConnectRequest request);
   void accept_for(uint64_t serial, uint64_t caller, uint32_t id, const ConnectRequest& request);
   void queue(Links::iterator link, std::string_view frames, int64_t now);

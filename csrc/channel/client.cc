@@ -2,13 +2,13 @@
 #include "channel/client.h"
 
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "base/check.h"
 #include "channel/channel.h"
 
 namespace kvlink::channel {
-
 uint32_t Calls::begin() {
   const std::lock_guard lock(mutex_);
   if (++last_id_ == 0) ++last_id_;
@@ -18,6 +18,12 @@ uint32_t Calls::begin() {
 
 void Calls::answer(ReaderSession::Answer answer) {
   const std::lock_guard lock(mutex_);
+  if (answer.type == Type::kNotified) {
+    uint64_t number;
+    std::memcpy(&number, answer.body.data(), sizeof number);
+    if (on_taken_) on_taken_(number);
+    return;
+  }
   const auto found = waiting_.find(answer.id);
   if (found == waiting_.end() || found->second) return;
   found->second = std::move(answer);
@@ -28,6 +34,8 @@ std::vector<std::weak_ptr<Connection>> Calls::end(const Status& why) {
   const std::lock_guard lock(mutex_);
   if (ended_.ok()) ended_ = why;
   changed_.notify_all();
+  on_taken_ = {};
+  if (const auto on_end = std::exchange(on_end_, {})) on_end();
   return std::exchange(connections_, {});
 }
 
@@ -41,6 +49,13 @@ Result<ReaderSession::Answer> Calls::wait(uint32_t id, const Patience& patience,
   waiting_.erase(waiting);
   if (answer) return *answer;
   return ended_.ok() ? patience.why_over(late) : ended_;
+}
+
+void Calls::watch(std::function<void(uint64_t number)> taken, std::function<void()> ended) {
+  const std::lock_guard lock(mutex_);
+  if (!ended_.ok()) return ended();
+  on_taken_ = std::move(taken);
+  on_end_ = std::move(ended);
 }
 
 Status Calls::ended() const {
@@ -107,6 +122,11 @@ Result<std::vector<uint32_t>> Client::renew(std::span<const SeatRef> seats, cons
   std::optional<std::vector<uint32_t>> ended = parse_numbers(*answer);
   if (!ended) return malformed();
   return std::move(*ended);
+}
+
+void Client::notify(uint64_t number, std::string_view sender, std::string_view message) {
+  KVLINK_CHECK(sender.size() <= kMaxSenderBytes && message.size() <= kMaxNoticeBytes);
+  channel_->send(serial_, encode(Type::kNotify, kNoticeId, encode_notice(number, sender, message)));
 }
 
 void Client::end_with_owner(const std::shared_ptr<Connection>& connection) {

@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,9 @@ class Calls {
   /// Returns the answer, or why there is none. `late` is for an owner that is silent.
   Result<ReaderSession::Answer> wait(uint32_t id, const Patience& patience, const Status& late);
   Status ended() const;
+  /// Sets what is called on the channel's thread, under its lock: `taken` for each kNotified, and `ended`
+  /// once.
+  void watch(std::function<void(uint64_t number)> taken, std::function<void()> ended);
   /// Returns false if the channel has ended.
   bool keep(std::weak_ptr<Connection> connection);
 
@@ -43,6 +47,8 @@ class Calls {
   uint32_t last_id_ = 0;
   std::map<uint32_t, std::optional<ReaderSession::Answer>> waiting_;  // by id
   std::vector<std::weak_ptr<Connection>> connections_;
+  std::function<void(uint64_t)> on_taken_;
+  std::function<void()> on_end_;
   Status ended_;
 };
 
@@ -64,6 +70,13 @@ class Client {
   Result<bool> settle(const SeatRef& seat, const Patience& patience);
   /// Returns the slots whose leases have ended. REQUIRES at most kMaxSeats.
   Result<std::vector<uint32_t>> renew(std::span<const SeatRef> seats, const Patience& patience);
+  /// Sends a notice, and does not wait. REQUIRES ascending numbers, and texts within their bounds.
+  void notify(uint64_t number, std::string_view sender, std::string_view message);
+  /// To be called before notify(). `taken` gets the number of each notice that the owner's user has taken;
+  /// `ended` is called once the channel ends, at once if it has. Neither may call this client or block.
+  void watch(std::function<void(uint64_t number)> taken, std::function<void()> ended) {
+    calls_->watch(std::move(taken), std::move(ended));
+  }
   /// The connection breaks when the owner's end of the channel closes, so its pulls end then.
   void end_with_owner(const std::shared_ptr<Connection>& connection);
   /// Returns why the channel has ended; kOk while it works.

@@ -28,6 +28,8 @@ std::optional<Bounds> of_requests(Type type) {
       return Bounds{kSeatBytes, kSeatBytes};
     case Type::kRenew:
       return Bounds{4, 4 + kMaxSeats * kSeatBytes};
+    case Type::kNotify:
+      return Bounds{16, 16 + kMaxSenderBytes + kMaxNoticeBytes};
     default:
       return {};
   }
@@ -57,6 +59,8 @@ std::optional<Bounds> of_answers(Type type) {
       return Bounds{4, 4};
     case Type::kRenewed:
       return Bounds{4, 4 + kMaxSeats * 4};
+    case Type::kNotified:
+      return Bounds{8, 8};
     default:
       return {};
   }

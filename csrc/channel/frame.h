@@ -31,6 +31,8 @@ enum class Type : uint16_t {
   kSettled,
   kRenew,
   kRenewed,
+  kNotify,
+  kNotified,
 };
 
 struct FrameHeader {
@@ -56,6 +58,7 @@ inline constexpr uint32_t kMaxConnectBytes = 64 << 10;
 inline constexpr uint32_t kMaxConnectedBytes = 1 << 20;
 inline constexpr uint32_t kMaxCardBytes = 4 << 20;
 inline constexpr uint32_t kMaxSeats = 1024;
+inline constexpr uint32_t kMaxNoticeBytes = 16 << 20, kMaxSenderBytes = 512;
 inline constexpr uint32_t kMaxTextBytes = 4096;  // of what a refusal says, and of its fix
 
 /// The sizes that a body may have.

@@ -113,6 +113,18 @@ std::optional<std::vector<SeatRef>> parse_seats(std::string_view body) {
   return reader.done() ? std::optional(std::move(seats)) : std::nullopt;
 }
 
+std::string encode_notice(uint64_t number, std::string_view sender, std::string_view message) {
+  return BlobWriter().u64(number).bytes(sender).bytes(message).take();
+}
+
+std::optional<Notice> parse_notice(std::string_view body) {
+  BlobReader reader(body);
+  Notice notice{reader.u64(), {}, {}};
+  notice.sender = reader.bytes(kMaxSenderBytes);
+  notice.message = reader.bytes(kMaxNoticeBytes);
+  return reader.done() && notice.number != 0 ? std::optional(std::move(notice)) : std::nullopt;
+}
+
 std::string encode_numbers(std::span<const uint32_t> numbers) {
   BlobWriter writer;
   writer.u32(static_cast<uint32_t>(numbers.size()));

@@ -25,6 +25,20 @@ struct SeatRef {
   bool operator==(const SeatRef&) const = default;
 };
 
+inline constexpr uint32_t kNoticeId = 1;  // of every frame of a notice, which has a number
+/// A message for whoever uses the owner, in order and once: kNotified names the last one that was taken.
+struct Notice {
+  uint64_t number = 0;  // one more than that of the caller's notice before
+  std::string sender, message;
+  bool operator==(const Notice&) const = default;
+};
+
+/// The answer to a notice that arrived.
+struct NoticeVerdict {
+  bool fits = true;    // false: its caller may not have so many queued, which ends its link
+  uint64_t taken = 0;  // tells the caller at once that its notices up to this number were taken; 0: later
+};
+
 /// Why a request was refused, as kvlink.control.refusal.Reason. The numbers are those on the wire.
 enum class Reason : uint32_t { kMalformed = 1, kTooMany, kNoTransport, kDenied, kNotReady, kFailed };
 
@@ -47,6 +61,8 @@ std::string encode_seat(const SeatRef& seat);
 std::optional<SeatRef> parse_seat(std::string_view body);
 std::string encode_seats(std::span<const SeatRef> seats);
 std::optional<std::vector<SeatRef>> parse_seats(std::string_view body);
+std::string encode_notice(uint64_t number, std::string_view sender, std::string_view message);
+std::optional<Notice> parse_notice(std::string_view body);
 std::string encode_numbers(std::span<const uint32_t> numbers);
 std::optional<std::vector<uint32_t>> parse_numbers(std::string_view body);
 

@@ -33,6 +33,8 @@ Result<RequestBody> parse(const Frame& frame) {
     if (const auto seat = parse_seat(frame.body)) return RequestBody(*seat);
   } else if (frame.type == Type::kRenew) {
     if (auto seats = parse_seats(frame.body)) return RequestBody(std::move(*seats));
+  } else if (frame.type == Type::kNotify) {
+    if (auto notice = parse_notice(frame.body)) return RequestBody(std::move(*notice));
   }
   return malformed;
 }

@@ -28,7 +28,7 @@ struct Credentials {
 };
 
 struct CardRequest {};
-using RequestBody = std::variant<CardRequest, ConnectRequest, SeatRef, std::vector<SeatRef>>;
+using RequestBody = std::variant<CardRequest, ConnectRequest, SeatRef, std::vector<SeatRef>, Notice>;
 struct Request {
   uint32_t id;
   RequestBody body;

@@ -85,12 +85,15 @@ void Engine::close_transport(TransportState& state) {
 
 Result<uint32_t> Engine::add_pool_region(const MemoryRange& range) {
   if (leases_) return Status::Config("memory is registered before the worker starts");
-  if (range.base == nullptr || range.bytes == 0) return Status::Config("a pool region must not be empty");
-  if (!pool_.empty() && pool_.front().device != range.device) {
-    return Status::Config("the regions of a pool are all in GPU memory or all in host memory");
-  }
+  if (Status status = check_range(range); !status.ok()) return status;
   pool_.push_back(range);
   return static_cast<uint32_t>(pool_.size() - 1);
+}
+
+Status Engine::check_range(const MemoryRange& range) const {
+  if (range.base == nullptr || range.bytes == 0) return Status::Config("a pool region must not be empty");
+  if (sample().base == nullptr || sample().device == range.device) return {};
+  return Status::Config("the regions of a pool are all in GPU memory or all in host memory");
 }
 
 Status Engine::register_range(TransportState& state, const MemoryRange& range, Access access,
@@ -134,7 +137,10 @@ Status Engine::register_transport(TransportState& state) {
       state.staging.reset();
     }
   }
-  return registered.ok() ? register_leases(state) : registered;
+  state.first_late = static_cast<uint32_t>(pool_.size()) + (state.staging ? 2 : 1);
+  if (!registered.ok()) return registered;
+  state.first_late += 2;
+  return register_leases(state);
 }
 
 /// Returns whether reads of a transport that cannot export the pool may still land in it.
@@ -143,7 +149,7 @@ bool Engine::reads_without_export(const TransportState& state) const {
 }
 
 Status Engine::start() {
-  KVLINK_CHECK(!pool_.empty() && !started());
+  KVLINK_CHECK(sample().base != nullptr && !started());
   Status status = register_all();
   if (status.ok()) status = open_descriptors();
   if (status.ok()) status = start_threads();
@@ -188,7 +194,7 @@ Status Engine::register_all() {
     refresh(state);
     announces_ |= announces(*state.transport);
     // A bounce buffer copies from the address, whatever is there.
-    const bool keeps = on_device() && !state.access.bounces;
+    const bool keeps = on_device() && !pool_.empty() && !state.access.bounces;
     if (keeps && !placement_) placement_ = cuda::Placement::of(pool_);
   }
   return {};
@@ -239,6 +245,65 @@ std::vector<TransportAccess> Engine::access() const {
   std::vector<TransportAccess> all;
   for (const TransportState& state : transports_) all.push_back(state.access);
   return all;
+}
+
+Result<uint32_t> Engine::add_region(const MemoryRange& range) {
+  if (Status status = check_range(range); !status.ok()) return status;
+  const std::lock_guard registering(late_mutex_);
+  if (Status status = check_serving(); !status.ok()) return status;
+  Late late{num_late_, range.bytes, {}, {}};
+  Status why = Status::Unavailable("this worker has no transport", {});
+  for (TransportState& state : transports_) {
+    Result<std::unique_ptr<MemoryRegion>> made = state.transport
+                                                     ? state.transport->register_memory(range, Access::kRead)
+                                                     : Status::Unavailable(state.access.refused, {});
+    if (!made.ok() && state.transport) why = made.status();
+    late.refused.push_back(made.ok() ? std::string() : made.status().sentence());
+    late.regions.push_back(made.ok() ? std::move(*made) : nullptr);
+  }
+  const bool any =
+      std::any_of(late.regions.begin(), late.regions.end(), [](const auto& one) { return one != nullptr; });
+  const std::lock_guard lock(mutex_);
+  ++num_late_;
+  if (closed_) return Status::Config("this worker is closed");
+  if (!any) return why;
+  late_.push_back(std::move(late));
+  return late_.back().number;
+}
+
+void Engine::drop_region(uint32_t number) {
+  std::vector<Late> dropped;  // released without the lock
+  const std::lock_guard lock(late_mutex_);
+  {
+    const std::lock_guard listed(mutex_);
+    const auto found = std::find_if(late_.begin(), late_.end(),
+                                    [number](const Late& late) { return late.number == number; });
+    if (found == late_.end()) return;
+    dropped.push_back(std::move(*found));
+    late_.erase(found);
+  }
+}
+
+std::vector<LateRegion> Engine::late_regions() const {
+  std::vector<LateRegion> all;
+  const std::lock_guard lock(mutex_);
+  for (const Late& late : late_) {
+    LateRegion& region = all.emplace_back(LateRegion{late.number, late.bytes, {}, late.refused});
+    for (const auto& each : late.regions) region.keys.push_back(each ? each->remote_key() : std::string());
+  }
+  return all;
+}
+
+uint32_t Engine::num_late_regions() const {
+  const std::lock_guard lock(mutex_);
+  return num_late_;
+}
+
+uint32_t Engine::segment_region(const std::string& transport, uint32_t number) const {
+  const auto state = std::find_if(transports_.begin(), transports_.end(),
+                                  [&](const TransportState& each) { return each.name == transport; });
+  KVLINK_CHECK(state != transports_.end());
+  return state->first_late + number;
 }
 
 Engine::TransportState* Engine::find(const std::string& transport) {
@@ -434,13 +499,15 @@ Status Engine::wrap_in_bounce(TransportState& state, std::shared_ptr<Bounce>& sh
     return Status::Unavailable("bounce is not allowed", "add it to KVLINK_GPUDIRECT");
   }
   if (!shared) {
-    auto made = Bounce::make(pool_.front().base, options_.bounce_bytes,
-                             [this](auto... of) { return make_copier(of...); });
+    auto made =
+        Bounce::make(sample().base, options_.bounce_bytes, [this](auto... of) { return make_copier(of...); });
     if (!made.ok()) return made.status();
     shared = std::move(*made);
   }
   const auto num_regions = static_cast<uint32_t>(pool_.size());
-  auto wrapped = bounce_wrap(std::move(state.transport), shared, num_regions, state.bounce_why);
+  // Behind the pool come the scratch lines and the two regions of the leases.
+  auto wrapped =
+      bounce_wrap(std::move(state.transport), shared, num_regions, state.bounce_why, num_regions + 3);
   if (!wrapped.ok()) return wrapped.status();
   state.transport = std::move(*wrapped);
   return {};
@@ -633,6 +700,13 @@ void Engine::close() {
     wake_owner();
     owner_.join();
   }
+  std::vector<Late> late;
+  {
+    const std::lock_guard registering(late_mutex_);  // add_region() may be running
+    const std::lock_guard lock(mutex_);
+    late = std::exchange(late_, {});
+  }
+  late.clear();
   for (TransportState& state : transports_) {
     std::vector<std::unique_ptr<MemoryRegion>> revoked;
     {

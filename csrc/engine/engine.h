@@ -61,6 +61,15 @@ struct Accepted {
   std::vector<std::string> lease_keys = {};
 };
 
+/// Memory that was registered after start(), as peers see it.
+struct LateRegion {
+  uint32_t number = 0;  // never given again
+  uint64_t bytes = 0;
+  std::vector<std::string>
+      keys;  // by transport, as access() lists them; empty: it does not export the region
+  std::vector<std::string> refused;  // why, and the fix
+};
+
 class Engine {
  public:
   static Result<std::unique_ptr<Engine>> make(const EngineOptions& options);
@@ -78,10 +87,25 @@ class Engine {
   const std::string& staging_refused() const { return staging_refused_; }
   /// Exports `range` to peers and makes it a destination of reads. The caller keeps the memory until close().
   Result<uint32_t> add_pool_region(const MemoryRange& range);
+  /// To be called before start(), instead of add_pool_region(): all regions come later, and are memory of the
+  /// kind and on the device of `like`.
+  void expect_regions(const MemoryRange& like) { late_like_ = like; }
   /// Ends registration and starts the threads. A failure closes the engine. REQUIRES at least one pool
-  /// region.
+  /// region, unless regions are expected.
   Status start();
   std::vector<TransportAccess> access() const;
+
+  /// After start(): exports `range` to peers that connect from now on, and makes it a destination of reads
+  /// over connections that are opened from now on. Returns its number. Succeeds if some transport takes it.
+  Result<uint32_t> add_region(const MemoryRange& range);
+  /// On return no peer may read the region, unless by a transport without revocation (cma, cuda): so the
+  /// leases that cover it end before. REQUIRES that no read of this worker lands there any more.
+  void drop_region(uint32_t number);
+  std::vector<LateRegion> late_regions() const;
+  /// Returns the number that the next one gets.
+  uint32_t num_late_regions() const;
+  /// Returns the index of a region's segments in reads over this transport.
+  uint32_t segment_region(const std::string& transport, uint32_t number) const;
 
   /// `caller` is ReaderId::caller. `takes_keys`: the reader will use the keys of the answer. A reader that
   /// cannot take new keys is refused after keys changed.
@@ -140,6 +164,13 @@ class Engine {
     std::string bounce_why = {};  // it reaches devices and yet not the pool
     std::optional<DeviceStaging> staging = {};
     std::vector<PortState> ports = {};
+    uint32_t first_late = 0;  // regions were registered before start() ended; each counts
+  };
+  struct Late {
+    uint32_t number;
+    uint64_t bytes;
+    std::vector<std::unique_ptr<MemoryRegion>> regions;  // by transport
+    std::vector<std::string> refused;
   };
 
   using Watchers = std::vector<std::weak_ptr<CompletionQueue>>;
@@ -155,7 +186,10 @@ class Engine {
   static Result<std::vector<LaneEnd>> open_lane_ends(const TransportState& state, const std::string& address,
                                                      uint32_t num_lanes, const WorkerRun& owner);
   Result<std::shared_ptr<DeviceCopier>> make_copier(const std::byte* memory) const;
-  bool on_device() const { return !pool_.empty() && pool_.front().device; }
+  /// Returns a range of the kind that all regions are of, or an empty one.
+  const MemoryRange& sample() const { return pool_.empty() ? late_like_ : pool_.front(); }
+  bool on_device() const { return sample().device; }
+  Status check_range(const MemoryRange& range) const;
   bool reads_without_export(const TransportState& state) const;
   static void close_transport(TransportState& state);
   TransportState* find(const std::string& transport);
@@ -182,6 +216,7 @@ class Engine {
   const EngineOptions options_;
   std::vector<TransportState> transports_;
   std::vector<MemoryRange> pool_;
+  MemoryRange late_like_;
   StagingOptions staging_;
   std::string staging_refused_;
   std::shared_ptr<HostMemory> lease_slots_, peer_words_;
@@ -202,10 +237,13 @@ class Engine {
   UniqueFd wake_fd_, epoll_fd_;
   std::thread owner_;
 
+  std::mutex late_mutex_;     // one registers at a time, so that every transport numbers alike; as the next
   std::mutex sweep_mutex_;    // taken before mutex_
   mutable std::mutex mutex_;  // guards what follows, and each state's regions and ports from start() on
   std::vector<std::weak_ptr<Connection>> connections_;
   std::vector<EndedLease> ended_;
+  std::vector<Late> late_;
+  uint32_t num_late_ = 0;  // so far
   Watchers ended_watchers_, port_watchers_;
   std::string why_no_more_;
   bool closed_ = false;

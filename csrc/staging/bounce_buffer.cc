@@ -11,10 +11,10 @@ MemoryRange part_of(const HostMemory& memory, uint64_t offset, uint64_t bytes) {
 class BounceTransport final : public WrappedTransport {
  public:
   BounceTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Bounce> bounce, uint32_t num_regions,
-                  const std::string& why_not)
+                  uint32_t late_from, const std::string& why_not)
       : WrappedTransport(std::move(inner)),
         bounce_(std::move(bounce)),
-        rules_{.num_out_of_reach = num_regions},
+        rules_{.num_out_of_reach = num_regions, .late_out_of_reach = late_from},
         not_exported_(why_not.empty()
                           ? Status::Unavailable("peers would have to reach into GPU memory by themselves",
                                                 "allow tcp, which sends from it (KVLINK_TRANSPORTS)")
@@ -70,10 +70,11 @@ Result<std::shared_ptr<Bounce>> Bounce::make(const std::byte* memory, uint64_t b
 
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
-                                               const std::string& why_not) {
+                                               const std::string& why_not, uint32_t late_from) {
   const auto registered = inner->register_memory(bounce->receiving()->memory(), Access::kLocal);
   if (!registered.ok()) return registered.status();
-  return std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, why_not);
+  return std::make_unique<BounceTransport>(std::move(inner), std::move(bounce), num_regions, late_from,
+                                           why_not);
 }
 
 }  // namespace kvlink

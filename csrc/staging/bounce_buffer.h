@@ -40,9 +40,9 @@ class Bounce {
 /// Gives `inner` a way into device memory: its reads land in pinned memory and are copied from there. It
 /// exports device memory if Capabilities::exports_through_bounce is set. If not, peers are given `why_not`,
 /// or a general reason if that is empty. REQUIRES that nothing was registered yet. The first `num_regions`
-/// registered are the pool, in device memory.
+/// registered are the pool, in device memory, and so are those from the region `late_from` on.
 Result<std::unique_ptr<Transport>> bounce_wrap(std::unique_ptr<Transport> inner,
                                                std::shared_ptr<Bounce> bounce, uint32_t num_regions,
-                                               const std::string& why_not);
+                                               const std::string& why_not, uint32_t late_from = UINT32_MAX);
 
 }  // namespace kvlink

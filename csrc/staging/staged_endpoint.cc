@@ -87,7 +87,7 @@ Status StagedEndpoint::establish(std::string_view reply, const Patience& patienc
   Window& window = traits_.window;
   on_wire_ = window.depth;
   limits_ = {window.chunk_ops, buffer_->copier().most_pieces(), rules_.gap_bytes};
-  if (rules_.num_out_of_reach > 0) window.chunk_bytes = std::min(window.chunk_bytes, SlotRing::kSlotBytes);
+  if (rules_.stages_all()) window.chunk_bytes = std::min(window.chunk_bytes, SlotRing::kSlotBytes);
   window.depth += kCopiesAhead;
   if (window.bytes != UINT64_MAX) window.bytes += uint64_t{kCopiesAhead} * window.chunk_bytes;
   traits_.supports_repeats = traits_.device_driven = false;
@@ -97,13 +97,13 @@ Status StagedEndpoint::establish(std::string_view reply, const Patience& patienc
 }
 
 Status StagedEndpoint::post_read(uint64_t token, const Chunk& chunk) {
-  if (rules_.num_out_of_reach == 0 && !chunk.ops.empty()) return add(token, chunk, false);
-  const Result<bool> lands = is_out_of_reach(chunk, rules_.num_out_of_reach);
+  if (!rules_.stages_all() && !chunk.ops.empty()) return add(token, chunk, false);
+  const Result<bool> lands = is_out_of_reach(chunk, rules_);
   return lands.ok() ? add(token, chunk, *lands) : lands.status();
 }
 
 Status StagedEndpoint::post_staged(uint64_t token, const Chunk& chunk) {
-  const Result<bool> in_reach = is_out_of_reach(chunk, 0);
+  const Result<bool> in_reach = is_out_of_reach(chunk, {});
   return in_reach.ok() ? add(token, chunk, true) : in_reach.status();
 }
 
@@ -177,7 +177,7 @@ Status StagedEndpoint::ask(Post& post, Part& part, uint64_t token) {
     post.fill(part, {part.slot.get(), SlotRing::kSlotBytes, slot_region_}, limits_);
     return inner_->post_read(token, part.chunk(post.chunk.guard));
   }
-  if (rules_.num_out_of_reach == 0) {
+  if (!rules_.stages_all()) {
     post.asked = true;
     return inner_->post_read(token, post.chunk);
   }

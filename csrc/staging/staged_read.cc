@@ -82,11 +82,11 @@ void StagedPost::pass_on(StagedPart& part, uint32_t num_out_of_reach) {
   }
 }
 
-Result<bool> is_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach) {
+Result<bool> is_out_of_reach(const Chunk& chunk, const StagingRules& rules) {
   if (chunk.ops.empty()) return Status::Config("a read has no operations");
   if (chunk.ops.front().num_segments == 0) return wrong_segments(chunk.ops.front(), 0);
-  const bool out_of_reach = chunk.segments[chunk.ops.front().first_segment].region < num_out_of_reach;
-  const auto alike = [&](const Segment& to) { return out_of_reach == (to.region < num_out_of_reach); };
+  const bool out_of_reach = rules.out_of_reach(chunk.segments[chunk.ops.front().first_segment].region);
+  const auto alike = [&](const Segment& to) { return out_of_reach == rules.out_of_reach(to.region); };
   for (const ReadOp& op : chunk.ops) {
     if (Status status = check_segments(op, chunk.segments, alike, kMixed); !status.ok()) return status;
   }

@@ -48,6 +48,6 @@ struct StagedPost {
 
 /// Returns whether its segments are out of reach. Refuses chunks without operations, chunks whose segments do
 /// not add up, and chunks that are out of reach in part.
-Result<bool> is_out_of_reach(const Chunk& chunk, uint32_t num_out_of_reach);
+Result<bool> is_out_of_reach(const Chunk& chunk, const StagingRules& rules);
 
 }  // namespace kvlink

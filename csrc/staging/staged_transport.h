@@ -38,9 +38,16 @@ struct StagingRules {
   /// The number of local regions, from the first on, that are not registered with the inner transport: all
   /// reads into them are staged. With 0 all are registered, and only reads of post_staged() are staged.
   uint32_t num_out_of_reach = 0;
+  /// The same holds for all from this one on, which are registered after the others.
+  uint32_t late_out_of_reach = UINT32_MAX;
   /// Gaps of up to this size between two ranges of the owner are read too, because that takes less time than
   /// another operation.
   uint32_t gap_bytes = 0;
+
+  bool stages_all() const { return num_out_of_reach > 0 || late_out_of_reach != UINT32_MAX; }
+  bool out_of_reach(uint32_t region) const {
+    return region < num_out_of_reach || region >= late_out_of_reach;
+  }
 };
 
 /// An endpoint that can also read through buffer memory.

@@ -99,10 +99,15 @@ uint32_t Consent::place_for(uint64_t caller) const {
 
 Status Consent::add(const Region& region) {
   std::lock_guard lock(mutex_);
-  const uint64_t index = memory_->num_regions.load(std::memory_order_relaxed);
-  if (index == kMaxRegions) return Status::Config("too many regions for cma");
-  memory_->regions[index] = region;
-  memory_->num_regions.store(index + 1, std::memory_order_release);
+  const uint64_t num_regions = memory_->num_regions.load(std::memory_order_relaxed);
+  const std::span known(memory_->regions.data(), num_regions);
+  if (const auto unused = std::find(known.begin(), known.end(), Region{}); unused != known.end()) {
+    *unused = region;
+    return {};
+  }
+  if (num_regions == kMaxRegions) return Status::Config("too many regions for cma");
+  memory_->regions[num_regions] = region;
+  memory_->num_regions.store(num_regions + 1, std::memory_order_release);
   return {};
 }
 

@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvlink.cli import coordinator_command, doctor_command, output, plugins
+from kvlink.cli import coordinator_command, doctor_command, nixl_command, output, plugins
 from kvlink.cli.checks import Json, transport_names
 from kvlink.cli.examples import examples_of
 from kvlink.errors import ConfigError, KVLinkError
@@ -250,6 +250,9 @@ def config(as_json: Json = False) -> None:
     chosen = WorkerConfig.from_env()
     check_transports(chosen)
     tables.show_config(chosen, sources(os.environ), as_json)
+
+
+app.command("nixl-plugin")(nixl_command.nixl_plugin)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kvlink.config import CATALOGUE, WorkerConfig, env_names, sources, unknown
+from kvlink.doctor import nixl
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.hardware.device_caps import INSTALL as PYVERBS
@@ -32,6 +33,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     yield torch()
     yield gpu(root)
     yield extras()
+    yield nixl.check()
 
 
 def extension() -> tuple[ModuleType | None, Check]:

@@ -49,11 +49,14 @@ class CudaTransport : public Transport {
 
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>&) override {
-    on_device_.push_back(range.device);
+    {
+      const std::lock_guard lock(mutex_);
+      on_device_.push_back(range.device);
+    }
     if (access == Access::kLocal) return nullptr;
     Result<CudaKey> key = range.device ? share_device(range) : share_host(range, access);
     // Not in the first pull, whose caller would wait. open() tries again and returns the error.
-    if (range.device && device_) static_cast<void>(prepare());
+    if (range.device) static_cast<void>(prepare());
     if (!key.ok()) return not_exportable(key.status());
     return std::make_unique<CudaRegion>(server_, std::move(*key));
   }
@@ -74,18 +77,26 @@ class CudaTransport : public Transport {
     Result<FdClient> client = FdClient::of(kCudaMagic, owner_address);
     if (!client.ok()) return client.status();
     if (Status status = prepare(); !status.ok()) return status;
+    const std::lock_guard lock(mutex_);
     return std::make_unique<CudaEndpoint>(std::move(*client), gather_, tables_, on_device_);
   }
 
   /// Sets the device too: a reader copies with the GPU of its own pool, whether or not the pool can be
   /// exported.
   Result<CudaKey> share_device(const MemoryRange& range) {
-    if (!device_) {
-      Result<std::shared_ptr<const cuda::Device>> device = cuda::Device::of(range.base);
-      if (!device.ok()) return device.status();
-      device_ = std::move(*device);
+    std::shared_ptr<const cuda::Device> device;
+    {
+      const std::lock_guard lock(mutex_);
+      device = device_;
     }
-    return export_cuda(*device_, *server_, range);
+    if (!device) {
+      Result<std::shared_ptr<const cuda::Device>> found = cuda::Device::of(range.base);
+      if (!found.ok()) return found.status();
+      device = std::move(*found);
+      const std::lock_guard lock(mutex_);
+      device_ = device;
+    }
+    return export_cuda(*device, *server_, range);
   }
 
   Result<CudaKey> share_host(const MemoryRange& range, Access access) {
@@ -118,10 +129,10 @@ class CudaTransport : public Transport {
   const uint32_t most_blocks_;
   const std::shared_ptr<FdServer> server_;
   const Capabilities capabilities_{.reaches_device_memory = true, .serve_fd = server_->serve_fd()};
-  std::shared_ptr<const cuda::Device> device_;  // these two by one thread, before the first open()
-  std::vector<bool> on_device_;                 // by region, in order of registration
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards everything below
+  std::shared_ptr<const cuda::Device> device_;
+  std::vector<bool> on_device_;  // by region, in order of registration
   std::shared_ptr<CudaGather> gather_;
   std::shared_ptr<CudaTables> tables_;
 };

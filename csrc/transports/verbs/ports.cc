@@ -91,21 +91,39 @@ Result<size_t> Ports::register_everywhere(const MemoryRange& range, Rights right
     }
   }
   kept.dmabufs = std::make_shared<std::vector<UniqueFd>>(std::move(dmabufs));
+  const auto memory = register_at_ports(kept.at, rights);
+  std::lock_guard lock(mutex_);
+  ranges_.push_back(memory.ok() ? std::move(kept) : Range{{}, rights, nullptr});
+  for (size_t port = 0; port < ports_.size(); ++port) {
+    if (!ports_[port].opened) continue;
+    ports_[port].opened->memory.resize(ranges_.size());
+    if (memory.ok()) ports_[port].opened->memory.back() = (*memory)[port];
+  }
+  final_ |= rights == Rights::kPeersWriteWords;
+  return memory.ok() ? Result<size_t>(ranges_.size() - 1) : memory.status();
+}
+
+Result<std::vector<std::shared_ptr<const Memory>>> Ports::register_at_ports(const MemoryRange& range,
+                                                                            Rights rights) {
   std::vector<std::shared_ptr<Nic>> nics;
   for (size_t port = 0; port < size(); ++port) {
     const auto opened = at(port);
     if (!opened) return why_away(port);
     nics.push_back(opened->nic);
   }
-  auto memory = Memory::register_everywhere(nics, kept.at, rights);
-  if (!memory.ok()) memory = register_one_by_one(kept.at, rights, memory.status());
-  if (!memory.ok()) return memory.status();
+  auto memory = Memory::register_everywhere(nics, range, rights);
+  return memory.ok() || final_ ? memory : register_one_by_one(range, rights, memory.status());
+}
+
+void Ports::drop(size_t region) {
+  std::vector<std::shared_ptr<const Memory>> dropped;  // released without the lock
   std::lock_guard lock(mutex_);
-  ranges_.push_back(std::move(kept));
-  for (size_t port = 0; port < ports_.size(); ++port) {
-    if (ports_[port].opened) ports_[port].opened->memory.push_back((*memory)[port]);
+  if (region >= ranges_.size()) return;
+  ranges_[region].at = {};
+  for (Port& port : ports_) {
+    if (port.opened && region < port.opened->memory.size())
+      dropped.push_back(std::exchange(port.opened->memory[region], nullptr));
   }
-  return ranges_.size() - 1;
 }
 
 /// REQUIRES that every port is open.
@@ -142,8 +160,11 @@ std::vector<LocalRegion> Ports::locals(size_t port) const {
   std::vector<LocalRegion> regions;
   const auto& opened = ports_[port].opened;
   if (!opened) return regions;
-  for (const auto& memory : opened->memory)
-    regions.push_back({memory->range().base, memory->range().bytes, memory->iova(), memory->lkeys()});
+  for (const auto& memory : opened->memory) {
+    regions.push_back(
+        memory ? LocalRegion{memory->range().base, memory->range().bytes, memory->iova(), memory->lkeys()}
+               : LocalRegion{});
+  }
   return regions;
 }
 
@@ -154,7 +175,7 @@ RemoteKey Ports::key(size_t region, Access access) const {
   const MemoryRange& range = ranges_[region].at;
   RemoteKey key{access, iova_of(range), range.bytes, kSliceBytes, {}};
   for (const Port& port : ports_) {
-    const bool here = port.opened && region < port.opened->memory.size();
+    const bool here = port.opened && region < port.opened->memory.size() && port.opened->memory[region];
     key.rkeys.push_back(here ? port.opened->memory[region]->rkeys()
                              : std::vector<uint32_t>(num_slices(range)));
   }
@@ -200,6 +221,10 @@ Result<std::shared_ptr<OpenPort>> Ports::reopen(const Open& open, const NicPlace
   auto opened = equip(*nic);
   if (!opened.ok()) return opened.status();
   for (const Range& range : ranges) {
+    if (!range.at.base) {
+      (*opened)->memory.push_back(nullptr);
+      continue;
+    }
     auto memory = Memory::register_everywhere(std::span(&*nic, 1), range.at, range.rights);
     if (!memory.ok()) return memory.status();
     (*opened)->memory.push_back((*memory).front());
@@ -214,6 +239,9 @@ Ports::Change Ports::settle(Port& port, int64_t now) {
     return Change::kNone;
   }
   port.opened = std::move(*found);
+  for (size_t region = 0; region < port.opened->memory.size(); ++region) {
+    if (!ranges_[region].at.base) port.opened->memory[region].reset();  // dropped meanwhile
+  }
   port.backoff.found(now);
   port.away.clear();
   return Change::kBack;

@@ -54,9 +54,11 @@ class Ports {
   bool busy(size_t port) const;
 
   /// Registers memory at every port and returns its index. Ports that do not reach it, and that no user
-  /// named, are left out for good, unless none does. Else refuses it (kTransportUnavailable). To be called
-  /// before poll().
+  /// named, are left out for good, unless none does. Else refuses it (kTransportUnavailable). The peer words
+  /// come before the first poll(); no port is left out behind them. What is refused counts as well.
   Result<size_t> register_everywhere(const MemoryRange& range, Rights rights);
+  /// On return no NIC accesses the memory. Its index stays unused.
+  void drop(size_t region);
   std::vector<PortState> left_out() const;
   std::vector<LocalRegion> locals(size_t port) const;
   RemoteKey key(size_t region, Access access) const;
@@ -71,7 +73,7 @@ class Ports {
 
  private:
   struct Range {
-    MemoryRange at;
+    MemoryRange at;  // empty: refused or dropped
     Rights rights;
     std::shared_ptr<const std::vector<UniqueFd>> dmabufs;  // descriptors of its own: those of `at`
   };
@@ -92,6 +94,8 @@ class Ports {
   static Result<std::shared_ptr<OpenPort>> reopen(const Open& open, const NicPlace& place,
                                                   const std::vector<Range>& ranges);
   Change settle(Port& port, int64_t now);
+  Result<std::vector<std::shared_ptr<const Memory>>> register_at_ports(const MemoryRange& range,
+                                                                       Rights rights);
   Result<std::vector<std::shared_ptr<const Memory>>> register_one_by_one(const MemoryRange& range,
                                                                          Rights rights, Status why_not_all);
 
@@ -100,6 +104,7 @@ class Ports {
   std::vector<Port> ports_;   // of which the number is constant once all is registered
   std::vector<Range> ranges_;
   std::vector<PortState> left_out_;
+  bool final_ = false;  // the ports
   bool closed_ = false;
 };
 

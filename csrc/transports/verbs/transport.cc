@@ -42,13 +42,14 @@ Rights rights_of(Access access) {
 
 class Region final : public MemoryRegion {
  public:
-  Region(std::shared_ptr<const Ports> ports, size_t region, Access access)
+  Region(std::shared_ptr<Ports> ports, size_t region, Access access)
       : ports_(std::move(ports)), region_(region), access_(access) {}
+  ~Region() override { ports_->drop(region_); }
 
   std::string remote_key() const override { return ports_->key(region_, access_).format(); }
 
  private:
-  const std::shared_ptr<const Ports> ports_;
+  const std::shared_ptr<Ports> ports_;
   const size_t region_;
   const Access access_;
 };
