@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
-_CONTROL, _WORKER = "kvlink/control/", "kvlink/worker/"
+_CONTROL, _WORKER, _TRANSFER_PY = "kvlink/control/", "kvlink/worker/", "kvlink/transfer/"
 _DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
@@ -109,6 +109,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "every epoch above the last one is granted as it is proposed",
         f"{_WORKER}termination.py:Termination.__init__: constant: 1 -> 2":
             "the descriptors are used only after __enter__, which sets them",
+    },
+    "transfer": {
+        f"{_TRANSFER_PY}planners.py:planners: exchanged arguments: common_layers(ours, theirs) -> "
+        "common_layers(theirs, ours) #1": "the larger of two beginnings and the smaller of two ends, in either order",
+        f"{_TRANSFER_PY}offer_check.py:checked_offer: constant: True -> False":
+            "arrays_of and _tokens_of_groups return one for each group, or raise",
+        f"{_TRANSFER_PY}axes.py:_measure: constant: True -> False": "the lengths were compared before",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""

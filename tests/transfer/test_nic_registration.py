@@ -268,15 +268,15 @@ def test_the_staging_buffer_is_exported_as_the_pool_is(root: Path, gpu: Gpu) -> 
     assert [each.decision.way for each in registration.exported] == [Way.DMA_BUF] * 3
     given: list[object] = []
     engine = SimpleNamespace(
-        add_foreign_region=lambda *region, **_: given.append(region[0]),
+        add_foreign_region=lambda *region, **how: given.append((region[0], len(how["dmabuf_fds"]))),
         set_staging=lambda staging, always, fds, offset, _: given.append((staging, always, len(fds), offset)),
     )
     with registration.added(engine, gpu_pool(), memory):  # type: ignore[arg-type]
-        assert given == [BASE, SECOND, (memory, False, 1, 0)]
+        assert given == [(BASE, 1), (SECOND, 1), (memory, False, 1, 0)]
     for always in (False, True):
         given.clear()
         with NicRegistration().added(engine, gpu_pool(), memory, always=always):  # type: ignore[arg-type]
-            assert given == [BASE, SECOND] + [(memory, True, 0, 0)] * always
+            assert given == [(BASE, 0), (SECOND, 0)] + [(memory, True, 0, 0)] * always
 
 
 def test_a_pool_says_where_it_is(gpu: Gpu) -> None:

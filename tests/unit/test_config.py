@@ -125,6 +125,7 @@ def test_misspelt_variables_are_found() -> None:
     [
         ("", BUILT_IN),
         ("  ", BUILT_IN),
+        (" all", BUILT_IN),
         ("tcp", ["tcp"]),
         ("tcp, shm", ["tcp", "shm"]),
         ("tcp,tcp,shm", ["tcp", "shm"]),
@@ -138,7 +139,9 @@ def test_select(spec: str, chosen: list[str]) -> None:
     assert select(spec, BUILT_IN) == chosen
 
 
-@pytest.mark.parametrize("spec", ["smh", "fault", "fault+", "fault+smh", "^smh", "^fault+shm", "shm,^tcp"])
+@pytest.mark.parametrize(
+    "spec", ["smh", "fault", "fault+", "fault+smh", "^smh", "^fault+shm", "shm,^tcp", "^all"]
+)
 def test_select_refuses_names_that_are_none(spec: str) -> None:
     with pytest.raises(ConfigError, match="loopback, shm, cma, tcp"):
         select(spec, BUILT_IN)
