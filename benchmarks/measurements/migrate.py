@@ -81,7 +81,13 @@ def rows(
     step_on; empty for no loop. Raises ConfigError, BenchError and TransferError.
     """
     if model in GROUPED_MODELS:
-        if not isinstance(tokens, int) or arrivals or slots or beside or (pp, prefills, layout) != ("1:1", 1, "NHD"):
+        if (
+            not isinstance(tokens, int)
+            or arrivals
+            or slots
+            or beside
+            or (pp, prefills, layout) != ("1:1", 1, "NHD")
+        ):
             raise ConfigError(
                 f"{model} has several kinds of caches: omit --trace, --rate, --slots, --beside, --pp, --prefills and "
                 "--layout"

@@ -44,7 +44,9 @@ class CacheRows:
 
     def geometry(self, model: str, tp: int, num_blocks: int) -> Geometry:
         """Returns one rank's share at TP `tp`. Ranks share states and heads, and have all of what has one head."""
-        if self.heads > 1 and max(self.heads, tp) % min(self.heads, tp) or self.is_state and self.row_bytes % tp:
+        if (self.heads > 1 and max(self.heads, tp) % min(self.heads, tp)) or (
+            self.is_state and self.row_bytes % tp
+        ):
             raise ConfigError(f"the caches of {model} do not divide among {tp} ranks")
         return Geometry(
             num_layers=self.layers,
@@ -67,16 +69,22 @@ class GroupedModel:
     groups: Sequence[CacheRows]
 
 
-_SPARSE, _INDEXER = 584, 132  # fp8_ds_mla: 448 bytes, 64 x 2 of rotary positions, 8 of scales; 128 and a scale
-_COMPRESSOR_4, _COMPRESSOR_128 = 4 * 2 * 2 * 512, 4 * 2 * 512  # float32, keys and scores, twice for the overlap
+_SPARSE, _INDEXER = (
+    584,
+    132,
+)  # fp8_ds_mla: 448 bytes, 64 x 2 of rotary positions, 8 of scales; 128 and a scale
+_COMPRESSOR_4, _COMPRESSOR_128 = (
+    4 * 2 * 2 * 512,
+    4 * 2 * 512,
+)  # float32, keys and scores, twice for the overlap
 
 GROUPED_MODELS = {
     model.name: model
     for model in (
         GroupedModel(
             "deepseek-v4",
-            "DeepSeek-V4-Flash: 43 layers with compress_ratios 0, 0, 4, 128, 4, ... (sglang-jax#1678); rows of vLLM 0.32, "
-            "models/deepseek_v4",
+            "DeepSeek-V4-Flash: 43 layers with compress_ratios 0, 0, 4, 128, 4, ... (sglang-jax#1678); rows of vLLM "
+            "0.32, models/deepseek_v4",
             (
                 CacheRows(21, _SPARSE, row_tokens=4),
                 CacheRows(21, _INDEXER, row_tokens=4),
@@ -104,8 +112,8 @@ GROUPED_MODELS = {
         ),
         GroupedModel(
             "qwen3-next",
-            "transformers' Qwen3NextConfig: every fourth of 48 layers has 2 KV heads of 256; the others, gated delta nets, "
-            "16 heads of keys and 32 of values of 128, and convolutions of 4",
+            "transformers' Qwen3NextConfig: every fourth of 48 layers has 2 KV heads of 256; the others, gated delta "
+            "nets, 16 heads of keys and 32 of values of 128, and convolutions of 4",
             (
                 CacheRows(12, 2 * 256, heads=2, planes=2, block_tokens=64),
                 CacheRows(36, 4 * 32 * 128 * 128, is_state=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with several kinds of caches: their bytes, the pieces of the limit, and requests that are moved and compared."""
+"""Models with several kinds of caches: their bytes, and requests that are moved and compared."""
 
 from __future__ import annotations
 

@@ -35,7 +35,12 @@ from kvlink.integrations.vllm.worker import WorkerSide
 
 RATIOS = [0, 0, 4, 128, 4, 128]
 NUM_BLOCKS, PROMPT = 220, 301
-FP8 = {"cache_dtype_str": "fp8_ds_mla", "alignment": 576, "model_version": "deepseek_v4", "state_content_bytes": 584}
+FP8 = {
+    "cache_dtype_str": "fp8_ds_mla",
+    "alignment": 576,
+    "model_version": "deepseek_v4",
+    "state_content_bytes": 584,
+}
 
 
 def specs() -> dict[str, Any]:
@@ -65,7 +70,7 @@ def specs() -> dict[str, Any]:
 
 
 def config() -> Any:
-    """What vLLM's planning of caches reads of a server's configuration."""
+    """Returns the part of a server's configuration that vLLM plans its caches by."""
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
         prefix_cache_retention_interval=None,
@@ -89,7 +94,9 @@ class Side:
         for tensor in self.tensors.values():
             tensor.view(torch.uint8).random_(256)
         described = [layer_group_of(group) for group in groups]
-        self.caches: Caches = caches_of(self.tensors, described, made.num_blocks, Rank(0, 1, 1), "deepseek-v4")
+        self.caches: Caches = caches_of(
+            self.tensors, described, made.num_blocks, Rank(0, 1, 1), "deepseek-v4"
+        )
         self.worker = WorkerSide(name, self.caches, WorkerConfig(transports="loopback", lease_slots=16))
 
     def rows(self, name: str, blocks: array[int], spec: Any) -> list[torch.Tensor]:
@@ -134,9 +141,13 @@ def handed_off(groups: list[Any]) -> list[str]:
     for index, group in enumerate(groups):
         for name, spec in group.kv_cache_spec.kv_cache_specs.items():
             pairs = zip(
-                prefill.rows(name, blocks[0][index], spec), decode.rows(name, blocks[1][index], spec), strict=True
+                prefill.rows(name, blocks[0][index], spec),
+                decode.rows(name, blocks[1][index], spec),
+                strict=True,
             )
-            if not all(torch.equal(one, other) for row, (one, other) in enumerate(pairs) if row >= reads[index]):
+            if not all(
+                torch.equal(one, other) for row, (one, other) in enumerate(pairs) if row >= reads[index]
+            ):
                 wrong.append(name)
     for side in (decode, prefill):
         side.worker.close()
@@ -159,7 +170,9 @@ def kinds() -> dict[str, str]:
     for name, kind in vars(interface).items():
         if not isinstance(kind, type) or not issubclass(kind, interface.AttentionSpec):
             continue
-        given = more.get(name, {}) | ({"sliding_window": 128} if issubclass(kind, interface.SlidingWindowSpec) else {})
+        given = more.get(name, {}) | (
+            {"sliding_window": 128} if issubclass(kind, interface.SlidingWindowSpec) else {}
+        )
         spec = kind(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, **given)
         found[name] = refusal_of(spec)
     return found
@@ -186,7 +199,9 @@ def main() -> None:
                 "by_rows": by_rows,
                 "ring": described.states.num_bytes() if described.states else 0,
                 "kinds": kinds(),
-                "refused": [refusal_of(group.kv_cache_spec) for group in groups if refusal_of(group.kv_cache_spec)],
+                "refused": [
+                    refusal_of(group.kv_cache_spec) for group in groups if refusal_of(group.kv_cache_spec)
+                ],
             }
         )
     )

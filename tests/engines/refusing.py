@@ -72,7 +72,12 @@ def _with_a_host_pool(config: Any, caches: Any) -> None:
 
 def _with_a_replay(config: Any, caches: Any) -> None:
     window = SlidingWindowMLASpec(
-        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=32, bounded_replay=True
+        block_size=16,
+        num_kv_heads=1,
+        head_size=64,
+        dtype=torch.bfloat16,
+        sliding_window=32,
+        bounded_replay=True,
     )
     caches.kv_cache_groups.append(KVCacheGroupSpec(["window"], window))
 

@@ -33,9 +33,9 @@ from kvlink.integrations.vllm.worker import WorkerSide
 
 CONFIG = WorkerConfig(transports="loopback", lease_slots=16, timeout_s=20.0)
 HEADS = 4
-"""Of the model. Compressed caches have one, which every rank has."""
+"""The heads of the model. Compressed caches have one, which every rank has."""
 UNWRITTEN, BEFORE = 0xEE, 0xBB
-"""What other requests left at prefill, and at decode."""
+"""The bytes that other requests left at prefill, and at decode."""
 
 Rows = dict[tuple[str, int, int], list[int]]
 
@@ -338,42 +338,37 @@ class Pair:
 
 
 def _differences(
-    case: Case,
-    prefill: End,
-    decode: End,
-    before: list[torch.Tensor],
-    written: Rows,
-    end: int,
-    *,
-    loaded: bool,
+    case: Case, prefill: End, decode: End, before: list[torch.Tensor], rows: Rows, end: int, *, loaded: bool
 ) -> list[str]:
     """Compares each rank's memory with what it was, plus the rows that came."""
     wrong = []
     for rank in range(case.tps[1]):
         left = decode.memory[rank].clone()  # from here on without the rows that may have come
-        offset_of = decode.memory[rank].data_ptr()
         for name, group, layer in names(case):
-            group_index = _place(name)[0]
-            read_from = max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
+            first = 0 if layer.row_tokens > 1 else rank * layer.heads(case.tps[1])
             for token in range(0, end, layer.row_tokens):
-                mine = decode.rows(case, False, name, rank, token)
-                theirs = prefill.blocks[group_index][token // group.theirs]
-                must = loaded and token + layer.row_tokens <= end and token + layer.row_tokens > max(case.cached, read_from)
-                if mine is None:
-                    if must and token >= read_from:
-                        wrong.append(f"rank {rank}, {name}: no block for token {token}, which is read")
+                here = decode.rows(case, False, name, rank, token)
+                must = loaded and _is_read(case, group, layer, token, end)
+                if here is None:
+                    wrong += [f"rank {rank}, {name}: no block for token {token}, which is read"] * must
                     continue
-                first = 0 if layer.row_tokens > 1 else rank * (HEADS // case.tps[1])
+                is_there = prefill.blocks[_place(name)[0]][token // group.theirs]
+                whole = is_there and token + layer.row_tokens <= end
                 for head in range(layer.heads(case.tps[1])):
-                    at = mine[head].data_ptr() - offset_of
-                    got = decode.memory[rank][at : at + layer.width].tolist()
-                    old = before[rank][at : at + layer.width].tolist()
-                    new = written.get((name, first + head, token)) if theirs else None
-                    if token + layer.row_tokens > end:
-                        new = None
-                    if got not in ([old, new] if not must or token < read_from else [new]):
-                        wrong.append(f"rank {rank}, {name}: head {head} of token {token} is {got}, not {new} ({must=})")
-                    left[at : at + layer.width] = before[rank][at : at + layer.width]
+                    at = here[head].data_ptr() - decode.memory[rank].data_ptr()
+                    got, old = (
+                        memory[at : at + layer.width] for memory in (decode.memory[rank], before[rank])
+                    )
+                    new = rows[name, first + head, token] if whole else None
+                    if got.tolist() != new and (must or not torch.equal(got, old)):
+                        wrong.append(f"rank {rank}, {name}: head {head} of token {token} is {got}, not {new}")
+                    left[at : at + layer.width] = old
         if not torch.equal(left, before[rank]):
             wrong.append(f"rank {rank}: bytes of others were written")
     return wrong
+
+
+def _is_read(case: Case, group: Group, layer: Layer, token: int, end: int) -> bool:
+    """Returns whether decode reads the row that begins with a token, and had it not cached."""
+    first = max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
+    return token >= first and case.cached < token + layer.row_tokens <= end

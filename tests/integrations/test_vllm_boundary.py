@@ -85,8 +85,11 @@ def test_parameters_that_are_no_object_are_none(params: Any) -> None:
         ((0, 0), OWN, "cache group 0 has states there and blocks of 16 tokens here"),
         ((16, 16), OWN, "cache group 1 has blocks of 16 tokens there and states here"),
         ((32, 0), replace(OWN, units=(PAGES, PAGES)), "cache group 0 has blocks of 32 tokens there"),
-        ((24, 0), replace(OWN, units=(ROWS, ROWS)), "cache group 0 has blocks of 24 tokens there and blocks of 16 "
-            "tokens here, in rows of 16 tokens"),
+        (
+            (24, 0),
+            replace(OWN, units=(ROWS, ROWS)),
+            "cache group 0 has blocks of 24 tokens there and blocks of 16 tokens here, in rows of 16 tokens",
+        ),
         ((32, 0), replace(OWN, units=(ROWS, ROWS)), ""),
         ((32, 0), OWN, ""),
         ((16, 0), OWN, ""),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
+import torch
 import vllm_specs as vllm
 from vllm_specs import Caches, Group, config, stand_in, together
 
@@ -135,7 +136,7 @@ def test_rows_of_a_group_may_stand_for_different_tokens() -> None:
         "uint8 4 tokens a row", "uint8 4 tokens a row", "uint8 128 tokens a row"
     ]  # fmt: skip
     names["dense"] = 64
-    with pytest.raises(ConfigError, match="layer dense has cache .* they share a block table"):
+    with pytest.raises(ConfigError, match=r"layer dense has cache .* they share a block table"):
         caches_of(tensors, [group], 6, Rank(0, 1, 8), "m")
 
 

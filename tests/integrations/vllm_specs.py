@@ -34,7 +34,9 @@ class AttentionSpec:
     @property
     def unpadded_page_size_bytes(self) -> int:
         rows = self.block_size // self.tokens_per_state
-        return int(self.num_kv_heads * rows * (self.state_content_bytes or self.head_size * self.dtype.itemsize))
+        return int(
+            self.num_kv_heads * rows * (self.state_content_bytes or self.head_size * self.dtype.itemsize)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ class Caches:
 
 
 def config(**changes: Any) -> Any:
-    """What check_supported reads of a plain server's configuration."""
+    """Returns the part of a plain server's configuration that check_supported reads."""
     given: dict[str, Any] = {
         "parallel_config": SimpleNamespace(),
         "model_config": SimpleNamespace(multimodal_config=None, use_mla=False),

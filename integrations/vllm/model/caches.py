@@ -295,7 +295,9 @@ def _pages(name: str, tensor: torch.Tensor, states: States) -> torch.Tensor:
     page = 1
     for count, stride in list(zip(shape, tensor.stride(), strict=True))[:0:-1]:
         if count > 1 and stride != page:
-            raise ConfigError(f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}")
+            raise ConfigError(
+                f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}"
+            )
         page *= count
     page *= tensor.element_size()
     if len(shape) != 4 or page < num_bytes:

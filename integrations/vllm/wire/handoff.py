@@ -111,9 +111,7 @@ class Handoff:
         alone, num_tokens = len(lists) == 1, max(*tokens, 1)
         blocks = lists[0] if alone else joined(lists)
         are_states = [not group.block_tokens for group in caches for _ in group.units]
-        kept = [
-            num_tokens if is_state else held for held, is_state in zip(tokens, are_states, strict=True)
-        ]
+        kept = [num_tokens if is_state else held for held, is_state in zip(tokens, are_states, strict=True)]
         groups = ((), ()) if alone else (tuple(map(len, lists)), tuple(kept))
         return [
             self._ticket(rank, blocks, groups, num_tokens, written=written)
