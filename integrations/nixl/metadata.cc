@@ -100,6 +100,12 @@ const LateRegion* PoolCard::find(uint32_t number) const {
   return found == regions.end() ? nullptr : &*found;
 }
 
+void PoolCard::keep_only(const std::vector<uint32_t>& numbers) {
+  std::erase_if(regions, [&numbers](const LateRegion& region) {
+    return std::find(numbers.begin(), numbers.end(), region.number) == numbers.end();
+  });
+}
+
 channel::OwnerCard PoolCard::owner() const {
   channel::OwnerCard owner{pool_name(pool), epoch, transports, {}};
   for (size_t index = 0; index < owner.transports.size(); ++index) {

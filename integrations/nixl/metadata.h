@@ -41,6 +41,7 @@ struct PoolCard {
   std::vector<LateRegion> regions;
 
   const LateRegion* find(uint32_t number) const;
+  void keep_only(const std::vector<uint32_t>& numbers);
   /// Returns what a reader connects to. A transport that lacks one of the regions is refused.
   channel::OwnerCard owner() const;
 };

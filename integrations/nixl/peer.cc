@@ -92,12 +92,21 @@ Status Peer::attempt(const Attempt& attempt) {
     if (closed_) return Status::Cancelled("agent " + name_ + " was disconnected");
   }
   const Patience patience(std::min(kAttemptNs, shared_.settings.timeout_ns));
+  Status ended = try_once(attempt, true, patience);
+  // Memory of the card may have gone meanwhile, or the peer with its channel.
+  return ended.ok() ? ended : try_once(attempt, false, patience);
+}
+
+/// The first try connects to all memory of the peer, so that later requests find it. The second one asks for
+/// the card again, and connects to what is needed.
+Status Peer::try_once(const Attempt& attempt, bool first, const Patience& patience) {
   const Result<std::shared_ptr<channel::Client>> client = open_channel(patience);
   if (!client.ok()) return client.status();
   if (attempt.greets) return {};
-  const Result<PoolCard> pool = card_for(**client, attempt, patience);
+  Result<PoolCard> pool = card_for(**client, attempt, !first, patience);
   if (!pool.ok()) return pool.status();
   if (reach(attempt.need)) return {};
+  if (!first) pool->keep_only(attempt.need.regions);
   return open_link(*client, attempt.need, *pool, patience);
 }
 
@@ -137,13 +146,14 @@ Result<std::shared_ptr<channel::Client>> Peer::open_channel(const Patience& pati
 }
 
 /// Returns the card of the pool, which is asked for again if it lacks a region or its seat has ended.
-Result<PoolCard> Peer::card_for(channel::Client& client, const Attempt& attempt, const Patience& patience) {
+Result<PoolCard> Peer::card_for(channel::Client& client, const Attempt& attempt, bool again,
+                                const Patience& patience) {
   const Need& need = attempt.need;
   const auto has_all = [&need](const PoolCard* pool) {
     return pool && std::all_of(need.regions.begin(), need.regions.end(),
                                [pool](uint32_t number) { return pool->find(number); });
   };
-  {
+  if (!again) {
     const std::lock_guard lock(mutex_);
     const PoolCard* const pool = known(need.peer_pool);
     if (has_all(pool) && !same(pool->seat, attempt.stale)) return *pool;

@@ -87,7 +87,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void run();
   Status attempt(const Attempt& attempt);
   Result<std::shared_ptr<channel::Client>> open_channel(const Patience& patience);
-  Result<PoolCard> card_for(channel::Client& client, const Attempt& attempt, const Patience& patience);
+  Status try_once(const Attempt& attempt, bool first, const Patience& patience);
+  Result<PoolCard> card_for(channel::Client& client, const Attempt& attempt, bool again,
+                            const Patience& patience);
   const PoolCard* known(uint32_t pool) const;
   Status open_link(const std::shared_ptr<channel::Client>& client, const Need& need, const PoolCard& pool,
                    const Patience& patience);

@@ -195,6 +195,28 @@ TEST_F(VerbsPorts, ItIsFoundAgainWithAllThatWasRegisteredUnderOtherKeys) {
   EXPECT_EQ(ports->locals(0)[0].lkeys, std::vector<uint32_t>{after[0]});
 }
 
+TEST_F(VerbsPorts, ARegionThatIsDroppedGoesAndTheNextHasAnotherNumber) {
+  ports->drop(0);
+  EXPECT_EQ(device.num_regions, 1);
+  EXPECT_EQ(ports->key(0, Access::kRead).rkeys[0], std::vector<uint32_t>{});
+  ASSERT_EQ(ports->locals(0).size(), 2U);
+  EXPECT_EQ(ports->locals(0)[0].bytes, 0U);  // so that nothing fits into it
+  EXPECT_EQ(*ports->register_everywhere({.base = base, .bytes = 64}, Rights::kPeersRead), 2U);
+  lose();
+  EXPECT_EQ(look_for(6'000'000'000), Ports::Change::kBack);
+  EXPECT_EQ(device.num_regions, 2);
+  EXPECT_EQ(ports->locals(0).size(), 3U);
+}
+
+TEST_F(VerbsPorts, ARegionThatIsRefusedCountsAndLeavesNoPortOut) {
+  ASSERT_TRUE(ports->register_everywhere({.base = base, .bytes = 64}, Rights::kPeersWriteWords).ok());
+  device.refuses = {"made_up"};
+  EXPECT_FALSE(ports->register_everywhere({.base = base, .bytes = 64}, Rights::kPeersRead).ok());
+  device.refuses.clear();
+  EXPECT_EQ(ports->size(), 1U);
+  EXPECT_EQ(*ports->register_everywhere({.base = base, .bytes = 64}, Rights::kPeersRead), 4U);
+}
+
 TEST_F(VerbsPorts, WhoStillHoldsWhatIsGoneIsTold) {
   auto held = ports->at(0)->nic;
   device.present = false;
