@@ -152,6 +152,15 @@ def test_owners_that_cannot_be_asked_are_malformed(owner: Any) -> None:
         Handoff.from_params(params)
 
 
+@pytest.mark.parametrize(("field", "value"), [("owners", []), ("prompt", ""), ("prompt", "00" * 33)])
+def test_a_handoff_without_its_parts_is_malformed(field: str, value: object) -> None:
+    with Server("p") as prefill:
+        params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    params[KEY][field] = value
+    with pytest.raises(ConfigError, match="no handoff of kvlink"):
+        Handoff.from_params(params)
+
+
 @pytest.mark.parametrize("name", [TICKET, f"a{TICKET}", "a\nb", "\x1b[31m"])
 def test_a_name_that_no_log_may_show_is_malformed(name: str) -> None:
     with Server("p") as prefill:

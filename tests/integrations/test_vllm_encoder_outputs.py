@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from vllm_hostile import JSON
 from waiting import eventually
 
-from kvlink.errors import ConfigError
-from kvlink.integrations.vllm.encoder.items import KEY
+from kvlink.errors import ConfigError, LayoutMismatch
+from kvlink.integrations.vllm.encoder import items
+from kvlink.integrations.vllm.encoder.items import KEY, ItemFormat
 from kvlink.integrations.vllm.encoder.memory import EncoderMemory, MemoryShape
 from kvlink.integrations.vllm.encoder.scheduler import OFFER
 from kvlink.integrations.vllm.encoder.settings import EncoderSettings
@@ -570,3 +571,11 @@ def test_nothing_that_a_router_sends_ends_the_engine(
         params["a"][KEY] = value
     is_served(reader, params, "a")
     assert "unexpected" not in reader.counts
+
+
+def test_an_item_without_embeddings_is_not_taken() -> None:
+    ours = ItemFormat("name", "float16", 2, 8)
+    with pytest.raises(LayoutMismatch, match="no embeddings"):
+        items.offered(
+            {"ticket": "t", "width": 8, "format": "name", "dtype": "float16", "rows": 0}, "item", 0, ours
+        )

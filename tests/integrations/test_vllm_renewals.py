@@ -110,6 +110,7 @@ def test_renewals_end_when_steps_do(handoff: Handoff, lease_s: float, patience_s
     renewals = Renewals(0.0)
     renewals.watch("x", replace(handoff, ttl_s=lease_s), 0.0)
     renewals.stepped(5.0, advanced=True)
+    assert renewals.still_s(8.0) == 3.0
     due, now = [], 5.0
     while not renewals.let_go(now):
         due += [now for _ in renewals.due(now)]

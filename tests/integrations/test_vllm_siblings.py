@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="needs torch (pip install torch)")
 from test_vllm_connector import PROMPT
 from vllm_server import ASK_PREFILL, Server, gone, request, same
 
+from kvlink.integrations.vllm.prefill.lease_slots import SentTickets
+
 LAYERS = ("layer.0", "layer.1")
 BLOCKS = {"x": [4, 5, 6], "y": [7, 8, 10], "z": [11, 12, 13]}
 
@@ -183,3 +185,15 @@ def test_a_reset_ends_the_leases_that_nobody_has_read(servers: tuple[Server, Ser
     start(decode, x)
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}
+
+
+def test_the_last_of_several_answers_replaces_the_one_before() -> None:
+    sent = SentTickets()
+    assert [sent.add(name, "prompt") for name in ("0_r", "1_r", "2_r")] == [[], ["0_r"], ["1_r"]]
+    assert sent.add("3_r", "another prompt") == []
+    assert [sent.add(name, "prompt") for name in ("r", "r_1", "0_other")] == [[], [], []]
+    sent.ended("2_r")
+    sent.ended("2_r")
+    assert sent.add("4_r", "prompt") == []
+    assert sent.all() == ["0_r", "1_r", "3_r", "r", "r_1", "0_other", "4_r"]
+    assert len(sent) == 7

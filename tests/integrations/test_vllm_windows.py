@@ -106,6 +106,13 @@ def test_a_prompt_whose_last_token_reads_a_block_that_vllm_drops_is_loaded_but_f
         assert same(decode, prefill, [(4, 10), (5, 11)], ("window.0",))
 
 
+def test_the_next_token_reads_its_window_or_its_chunk() -> None:
+    for at in range(40):
+        sliding = [token for token in range(at + 1) if at - token < WINDOW]
+        chunk = [token for token in range(at + 1) if token // WINDOW == at // WINDOW]
+        assert (Window(WINDOW, 4).first(at), Window(WINDOW, 4, True).first(at)) == (sliding[0], chunk[0])
+
+
 @pytest.mark.parametrize(("tokens", "block_tokens", "chunked"), [(5, 2, False), (8, 4, False), (6, 3, True)])
 def test_every_token_that_is_read_was_loaded(tokens: int, block_tokens: int, chunked: bool) -> None:
     """For all short prompts and answers: vLLM's rules at both ends, and what a load does between them."""
