@@ -80,8 +80,8 @@ GROUPED_MODELS = {
     for model in (
         GroupedModel(
             "deepseek-v4",
-            "InferenceX#2510, as in `kvlink bench suite`: 61 layers, 30 with rows of 4 tokens and 31 of 128; what is not "
-            "compressed yet as in vLLM 0.32, models/deepseek_v4/compressor.py",
+            "InferenceX#2510, as in `kvlink bench suite`: 61 layers, 30 with rows of 4 tokens and 31 of 128; what is "
+            "not compressed yet as in vLLM 0.32, models/deepseek_v4/compressor.py",
             (
                 CacheRows(30, _SPARSE, row_tokens=4),
                 CacheRows(30, _INDEXER, row_tokens=4),
