@@ -69,10 +69,7 @@ class GroupedModel:
     groups: Sequence[CacheRows]
 
 
-_SPARSE, _INDEXER = (
-    584,
-    132,
-)  # fp8_ds_mla: 448 bytes, 64 x 2 of rotary positions, 8 of scales; 128 and a scale
+_SPARSE, _INDEXER = 576, 132
 _COMPRESSOR_4, _COMPRESSOR_128 = (
     4 * 2 * 2 * 512,
     4 * 2 * 512,
@@ -83,16 +80,16 @@ GROUPED_MODELS = {
     for model in (
         GroupedModel(
             "deepseek-v4",
-            "DeepSeek-V4-Flash: 43 layers with compress_ratios 0, 0, 4, 128, 4, ... (sglang-jax#1678); rows of vLLM "
-            "0.32, models/deepseek_v4",
+            "InferenceX#2510, as in `kvlink bench suite`: 61 layers, 30 with rows of 4 tokens and 31 of 128; what is "
+            "not compressed yet as in vLLM 0.32, models/deepseek_v4/compressor.py",
             (
-                CacheRows(21, _SPARSE, row_tokens=4),
-                CacheRows(21, _INDEXER, row_tokens=4),
-                CacheRows(20, _SPARSE, row_tokens=128),
-                CacheRows(43, _SPARSE, block_tokens=64, window=128),
-                CacheRows(21, _COMPRESSOR_4, block_tokens=4, window=8),
-                CacheRows(21, _COMPRESSOR_4 // 4, block_tokens=4, window=8),
-                CacheRows(20, _COMPRESSOR_128, block_tokens=8, window=128),
+                CacheRows(30, _SPARSE, row_tokens=4),
+                CacheRows(30, _INDEXER, row_tokens=4),
+                CacheRows(31, _SPARSE, row_tokens=128),
+                CacheRows(61, _SPARSE, block_tokens=64, window=128),
+                CacheRows(30, _COMPRESSOR_4, block_tokens=4, window=8),
+                CacheRows(30, _COMPRESSOR_4 // 4, block_tokens=4, window=8),
+                CacheRows(31, _COMPRESSOR_128, block_tokens=8, window=128),
             ),
         ),
         GroupedModel(

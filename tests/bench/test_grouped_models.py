@@ -11,7 +11,8 @@ from kvlink.errors import ConfigError
 
 BYTES = {
     # 64 rows of 4 tokens and of an indexer, 2 of 128, the last 128 tokens, and what is not compressed yet
-    "deepseek-v4": 21 * 64 * (584 + 132) + 20 * 2 * 584 + 43 * 128 * 584 + 21 * 8 * (8192 + 2048) + 20 * 128 * 4096,
+    "deepseek-v4": 30 * 64 * (576 + 132) + 31 * 2 * 576 + 61 * 128 * 576
+    + 30 * 8 * (8192 + 2048) + 31 * 128 * 4096,
     "glm-5": 78 * 256 * (1152 + 132),
     "kimi-k3": 24 * 256 * 1152 + 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2) // 8,
     "qwen3-next": 12 * 256 * 2 * 512 + 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // 8,
@@ -45,7 +46,7 @@ def test_requests_of_odd_lengths_are_moved() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tp": "2:4"}, {"tp": "3"}, {"slots": 2}, {"pp": "2:1"}, {"layout": "HND"}, {"prefills": 2}],
+    [{"tp": "2:4"}, {"tp": "7"}, {"slots": 2}, {"pp": "2:1"}, {"layout": "HND"}, {"prefills": 2}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_is_not_measured_is_refused(options: dict[str, str]) -> None:

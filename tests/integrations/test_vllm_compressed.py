@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
-from compressed_world import Case, Group, Layer, cases, moved
+from compressed_world import Case, Group, Layer, Result, cases, moved
 from hypothesis import given, settings
 
 from kvlink.integrations.vllm.model import caches
@@ -43,6 +43,13 @@ def test_every_row_that_is_written_and_nothing_else(case: Case) -> None:
 @settings(max_examples=int(os.environ.get("KVLINK_COMPRESSED_EXAMPLES", "10000")), derandomize=False)
 def test_many_pairs(case: Case) -> None:
     assert moved(case).wrong == []
+
+
+@pytest.mark.parametrize(("prompt", "window"), [(5, 0), (127, 0), (128, 1)])
+def test_a_load_of_no_row_ends_the_lease(prompt: int, window: int) -> None:
+    """The prompt is shorter than a row, or its window has the next token alone."""
+    result = moved(Case((Group((Layer(128, 4),), 128, 128, window),), prompt, 0, (1, 1), (True, True), 1))
+    assert result == Result(True, prompt - window, False, [])
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 127, 128, 129, 255, 256, 300])

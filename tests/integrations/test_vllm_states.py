@@ -62,6 +62,14 @@ def test_queries_and_keys_come_before_values() -> None:
     ]  # fmt: skip
 
 
+def test_kda_is_cut_as_gated_delta_nets_are() -> None:
+    """vLLM names KDA so; its keys have as many heads as its values."""
+    states = _states("GDN_ATTN", ((3, 3 * 2 * 4), (2, 4, 4)))
+    assert [(part.num_heads, part.offsets) for part in parts_of(states)] == [
+        (8, (0, 48, 96)), (8, (16, 64, 112)), (8, (32, 80, 128)), (2, (144,)),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "states",
     [_states("SHORT_CONV", ((3, 8),)), _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True)],

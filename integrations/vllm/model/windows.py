@@ -54,7 +54,7 @@ def loadable(windows: Windows, prompt: int, num_tokens: int) -> int:
 
 def gap_in(blocks: array[int], block_tokens: int, first: int, end: int) -> int | None:
     """Returns the first token of [first, end) without a block, or None if all have one. 0 in `blocks` is no block."""
-    for index in range(first // block_tokens, -(-end // block_tokens)):
+    for index in range(first // block_tokens, -(-end // block_tokens)) if first < end else ():
         if index >= len(blocks) or not blocks[index]:
             return max(index * block_tokens, first)
     return None
