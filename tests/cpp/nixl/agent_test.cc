@@ -40,8 +40,10 @@ uint64_t address(const Bytes& memory) { return reinterpret_cast<uint64_t>(memory
 
 /// Loads the metadata of a region, as NIXL does.
 std::shared_ptr<PeerRegion> loaded(const Agent& reader, const Agent& owner, const OwnRegion& region) {
-  return std::make_shared<PeerRegion>(PeerRegion{reader.peer(owner.name()), {region.pool, region.number},
-                                                 reinterpret_cast<uint64_t>(region.base), region.bytes});
+  return std::make_shared<PeerRegion>(PeerRegion{reader.peer(owner.name()),
+                                                 {region.pool, region.number},
+                                                 reinterpret_cast<uint64_t>(region.base),
+                                                 region.bytes});
 }
 
 /// Pieces in reverse order.
@@ -76,7 +78,8 @@ Phase ended(Request& request) {
 struct Agents : ::testing::TestWithParam<const char*> {
   Bytes from = filled(1), into = Bytes(kBytes);
   std::unique_ptr<Agent> owner = agent("owner", GetParam()), reader = agent("reader", GetParam());
-  std::shared_ptr<OwnRegion> theirs = *owner->add(from.data(), kBytes), ours = *reader->add(into.data(), kBytes);
+  std::shared_ptr<OwnRegion> theirs = *owner->add(from.data(), kBytes),
+                             ours = *reader->add(into.data(), kBytes);
 
   void SetUp() override { ASSERT_TRUE(reader->add_peer("owner", owner->info()).ok()); }
   std::shared_ptr<Request> prepared() {
@@ -115,8 +118,9 @@ TEST_P(Agents, RefuseWhatLeavesItsRegion) {
   EXPECT_TRUE(refuses({ours, region, to, at + 1, UINT64_MAX}));
   auto gpu = std::make_shared<PeerRegion>(*region);
   gpu->name.pool = 1;
-  EXPECT_EQ(reader->prepare({{ours, region, to, at, 8}, {ours, gpu, to, at, 8}}, region->peer).status().code(),
-            Code::kConfig);
+  EXPECT_EQ(
+      reader->prepare({{ours, region, to, at, 8}, {ours, gpu, to, at, 8}}, region->peer).status().code(),
+      Code::kConfig);
   // Metadata that lies about its bounds is refused at the other end.
   auto longer = std::make_shared<PeerRegion>(*region);
   longer->bytes *= 2;
