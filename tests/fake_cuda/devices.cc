@@ -84,7 +84,11 @@ int cuInit(unsigned flags) {
 
 int cuPointerGetAttribute(void* into, int attribute, unsigned long long pointer) {
   if (!initialized) return kNotInitialized;
-  if ((attribute != 9 && attribute != 7) || !(pointer & kDeviceBit)) return kInvalidValue;
+  if ((attribute != 9 && attribute != 7 && attribute != 2) || !(pointer & kDeviceBit)) return kInvalidValue;
+  if (attribute == 2) {
+    *static_cast<int*>(into) = 2;  // memory of a device
+    return kSuccess;
+  }
   if (attribute == 7) {
     *static_cast<unsigned long long*>(into) = id_of(pointer);
     return kSuccess;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -177,7 +178,9 @@ def test_a_peer_that_restarted_is_refused_and_known_again_with_new_metadata() ->
 
 
 def test_another_process_at_the_address_gets_no_secret_and_gives_no_bytes() -> None:
-    port = "17391"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     with agents("reader", KVLINK_TRANSPORTS="tcp") as (reader,):
         reader("register('into', 1 << 20)")
         with agents("owner", KVLINK_TRANSPORTS="tcp", KVLINK_NIXL_PORT=port) as (owner,):

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "cpp/transports/cuda/peers.h"
 #include "release.h"
 
 namespace kvlink::nixl {
@@ -27,10 +28,11 @@ Bytes filled(uint8_t seed) {
   return made;
 }
 
-std::unique_ptr<Agent> agent(const std::string& name, const std::string& transport) {
+std::unique_ptr<Agent> agent(const std::string& name, const std::string& transports) {
   Settings settings;
   settings.agent = name;
-  settings.transports = {transport};
+  settings.transports = {transports};
+  if (transports == "cuda,tcp") settings.transports = {"cuda", "tcp"};
   auto made = Agent::make(settings);
   EXPECT_TRUE(made.ok()) << made.status().what();
   return std::move(*made);
@@ -40,8 +42,10 @@ uint64_t address(const Bytes& memory) { return reinterpret_cast<uint64_t>(memory
 
 /// Loads the metadata of a region, as NIXL does.
 std::shared_ptr<PeerRegion> loaded(const Agent& reader, const Agent& owner, const OwnRegion& region) {
-  return std::make_shared<PeerRegion>(PeerRegion{reader.peer(owner.name()), {region.pool, region.number},
-                                                 reinterpret_cast<uint64_t>(region.base), region.bytes});
+  return std::make_shared<PeerRegion>(PeerRegion{reader.peer(owner.name()),
+                                                 {region.pool, region.number},
+                                                 reinterpret_cast<uint64_t>(region.base),
+                                                 region.bytes});
 }
 
 /// Pieces in reverse order.
@@ -76,7 +80,8 @@ Phase ended(Request& request) {
 struct Agents : ::testing::TestWithParam<const char*> {
   Bytes from = filled(1), into = Bytes(kBytes);
   std::unique_ptr<Agent> owner = agent("owner", GetParam()), reader = agent("reader", GetParam());
-  std::shared_ptr<OwnRegion> theirs = *owner->add(from.data(), kBytes), ours = *reader->add(into.data(), kBytes);
+  std::shared_ptr<OwnRegion> theirs = *owner->add(from.data(), kBytes),
+                             ours = *reader->add(into.data(), kBytes);
 
   void SetUp() override { ASSERT_TRUE(reader->add_peer("owner", owner->info()).ok()); }
   std::shared_ptr<Request> prepared() {
@@ -115,8 +120,9 @@ TEST_P(Agents, RefuseWhatLeavesItsRegion) {
   EXPECT_TRUE(refuses({ours, region, to, at + 1, UINT64_MAX}));
   auto gpu = std::make_shared<PeerRegion>(*region);
   gpu->name.pool = 1;
-  EXPECT_EQ(reader->prepare({{ours, region, to, at, 8}, {ours, gpu, to, at, 8}}, region->peer).status().code(),
-            Code::kConfig);
+  EXPECT_EQ(
+      reader->prepare({{ours, region, to, at, 8}, {ours, gpu, to, at, 8}}, region->peer).status().code(),
+      Code::kConfig);
   // Metadata that lies about its bounds is refused at the other end.
   auto longer = std::make_shared<PeerRegion>(*region);
   longer->bytes *= 2;
@@ -202,6 +208,40 @@ TEST_P(Agents, AllAtOnce) {
 
 INSTANTIATE_TEST_SUITE_P(All, Agents, ::testing::Values("cma", "tcp"),
                          [](const auto& of) { return std::string(of.param); });
+
+/// The driver is the stand-in of tests/fake_cuda.
+TEST(GpuAgents, HaveHostAndGpuMemoryWhateverTheLabelSays) {
+  ASSERT_NE(testing::from_fake_cuda<int(unsigned)>("cuInit"), nullptr);
+  testing::GpuPool theirs, ours;
+  const Bytes wanted = filled(5);
+  std::copy(wanted.begin(), wanted.end(), testing::behind(theirs.range().base));
+  Bytes host_from = filled(6), host_into(kBytes);
+  const auto owner = agent("owner", "cuda,tcp"), reader = agent("reader", "cuda,tcp");
+  const auto gpu = *owner->add(theirs.range().base, kBytes), host = *owner->add(host_from.data(), kBytes);
+  const auto gpu_into = *reader->add(ours.range().base, kBytes),
+             into = *reader->add(host_into.data(), kBytes);
+  EXPECT_EQ(gpu->pool, 1U);
+  EXPECT_EQ(host->pool, kHostPool);
+  ASSERT_TRUE(reader->add_peer("owner", owner->info()).ok());
+  const auto peer = reader->peer("owner");
+  const auto read = [&](const auto& to, const auto& from) {
+    const auto request = *reader->prepare(wishes(to, loaded(*reader, *owner, *from)), peer);
+    EXPECT_TRUE(request->post({}).ok());
+    EXPECT_EQ(ended(*request), Phase::kDone) << request->failure().what();
+    reader->release(request);
+  };
+  const auto on_gpu = [&] {
+    return Bytes(testing::behind(ours.range().base), testing::behind(ours.range().base) + kBytes);
+  };
+  read(gpu_into, gpu);
+  EXPECT_TRUE(holds(on_gpu(), wanted));
+  read(gpu_into, host);
+  EXPECT_TRUE(holds(on_gpu(), host_from));
+  read(into, gpu);
+  EXPECT_TRUE(holds(host_into, wanted));
+  read(into, host);
+  EXPECT_TRUE(holds(host_into, host_from));
+}
 
 TEST(Metadata, ForgedBytesAreRefused) {
   const auto one = agent("one", "tcp");
