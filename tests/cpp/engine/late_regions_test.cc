@@ -13,7 +13,7 @@
 namespace kvlink::testing {
 namespace {
 
-constexpr uint64_t kBytes = 1 << 20;
+constexpr uint64_t kRegionBytes = 1 << 20;
 constexpr uint32_t kTurn[] = {0};
 
 std::unique_ptr<Engine> started(uint64_t epoch, const std::string& transport, const MemoryRange& like,
@@ -66,7 +66,7 @@ struct LateRegions : ::testing::TestWithParam<const char*> {
     const Status here = find_transport(GetParam())->probe();
     if (!here.ok()) GTEST_SKIP() << here.what() << ": " << here.fix();
   }
-  std::shared_ptr<HostMemory> first = allocate(kBytes), second = allocate(kBytes), into = allocate(kBytes);
+  std::shared_ptr<HostMemory> first = allocate(kRegionBytes), second = allocate(kRegionBytes), into = allocate(kRegionBytes);
   std::unique_ptr<Engine> owner = started(7, GetParam(), first->range()),
                           reader = started(8, GetParam(), into->range());
   LeaseSeat seat = *owner->grant_soft(kTurn, 0, kNoExpiryNs);
@@ -107,8 +107,8 @@ TEST_P(LateRegions, ADroppedOneGivesNothing) {
   const LeaseSeat next = *owner->grant_soft(kTurn, 0, kNoExpiryNs);
   const Reader after = connected(*reader, *owner, GetParam(), 7);
   ASSERT_EQ(after.regions.size(), 2U);
-  ASSERT_TRUE(read(after, next, {0, into->range().base, kBytes, after.regions[0], here}).ok());
-  EXPECT_EQ(std::memcmp(into->range().base, second->range().base, kBytes), 0);
+  ASSERT_TRUE(read(after, next, {0, into->range().base, kRegionBytes, after.regions[0], here}).ok());
+  EXPECT_EQ(std::memcmp(into->range().base, second->range().base, kRegionBytes), 0);
 }
 
 TEST_P(LateRegions, ComeAndGoWhileOthersAreRead) {
@@ -123,7 +123,7 @@ TEST_P(LateRegions, ComeAndGoWhileOthersAreRead) {
     }
   });
   for (int round = 0; round < 100; ++round) {
-    const Status ended = read(peer, seat, {0, into->range().base, kBytes, peer.regions[0], here});
+    const Status ended = read(peer, seat, {0, into->range().base, kRegionBytes, peer.regions[0], here});
     ASSERT_TRUE(ended.ok()) << ended.what();
   }
   other.join();
