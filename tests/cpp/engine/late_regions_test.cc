@@ -66,7 +66,8 @@ struct LateRegions : ::testing::TestWithParam<const char*> {
     const Status here = find_transport(GetParam())->probe();
     if (!here.ok()) GTEST_SKIP() << here.what() << ": " << here.fix();
   }
-  std::shared_ptr<HostMemory> first = allocate(kRegionBytes), second = allocate(kRegionBytes), into = allocate(kRegionBytes);
+  std::shared_ptr<HostMemory> first = allocate(kRegionBytes), second = allocate(kRegionBytes),
+                              into = allocate(kRegionBytes);
   std::unique_ptr<Engine> owner = started(7, GetParam(), first->range()),
                           reader = started(8, GetParam(), into->range());
   LeaseSeat seat = *owner->grant_soft(kTurn, 0, kNoExpiryNs);
