@@ -146,7 +146,6 @@ def test_an_ended_lease_is_named_though_its_reader_was_cut_off(rails: Rails) -> 
     with pytest.raises(StaleBlocks, match="aborted"):
         pair.start(ticket, [9], timeout_s=60).wait(60)
     assert pair.reader.stats().restarts == 1
-    assert (pair.blocks()[9] == POISON).all()
     pair.works()
 
 
