@@ -139,14 +139,13 @@ def test_loss_and_delay_only_cost_time(rails: Rails) -> None:
 
 
 def test_an_ended_lease_is_named_though_its_reader_was_cut_off(rails: Rails) -> None:
-    """The owner cuts off who announces itself under an ended lease, here long before the data can land."""
-    pair = rails(ONE_NIC, fault="delay-data=1s@2..999")
+    """The owner cuts off who announces itself under an ended lease, here long before the reader can know."""
+    pair = rails(ONE_NIC, fault="delay-slot=1s@every:1;delay-data=1s@2..999")
     ticket = pair.offer([3])
     pair.owner.do("abort", request_id=ticket.request_id)
     with pytest.raises(StaleBlocks, match="aborted"):
         pair.start(ticket, [9], timeout_s=60).wait(60)
     assert pair.reader.stats().restarts == 1
-    assert (pair.blocks()[9] == POISON).all()
     pair.works()
 
 
