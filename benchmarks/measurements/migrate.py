@@ -71,7 +71,7 @@ def rows(
     slo_ms: float = math.inf,
     beside: str = "",
 ) -> Iterator[Row]:
-    """Yields the row of the first handoffs, which connect, and then the measured row, and that of `beside`.
+    """Returns the row of the first handoffs, which connect, and then the measured row, and that of `beside`.
 
     `tokens` is the size of every request, or of one after the other; requests that do not fit are omitted. `tp` and
     `pp` are parsed by Degrees. `iters` None fits the size. `arrivals` has the arrival of each of `tokens`. `order` is
@@ -81,19 +81,36 @@ def rows(
     step_on; empty for no loop. Raises ConfigError, BenchError and TransferError.
     """
     if model in GROUPED_MODELS:
-        if (
-            not isinstance(tokens, int)
-            or arrivals
-            or slots
-            or beside
-            or (pp, prefills, layout) != ("1:1", 1, "NHD")
-        ):
+        if not isinstance(tokens, int) or arrivals or slots or beside:
             raise ConfigError(
-                f"{model} has several kinds of caches: omit --trace, --rate, --slots, --beside, --pp, --prefills and "
-                "--layout"
+                f"{model} has several kinds of caches: omit --trace, --rate, --slots and --beside"
             )
-        yield from group_handoffs.rows(model, tokens, transport, tp, iters, order, prefill_ms)
-        return
+        if (pp, prefills, layout) != ("1:1", 1, "NHD"):
+            raise ConfigError(f"{model} has several kinds of caches: omit --pp, --prefills and --layout")
+        return group_handoffs.rows(model, tokens, transport, tp, iters, order, prefill_ms)
+    return _rows_of_one_kind(
+        model, tokens, transport, tp, iters, arrivals, order, block_tokens, prefill_ms, slots, layout, pp, prefills,
+        slo_ms, beside,
+    )  # fmt: skip
+
+
+def _rows_of_one_kind(
+    model: str,
+    tokens: int | Sequence[int],
+    transport: str,
+    tp: str,
+    iters: int | None,
+    arrivals: Arrivals | None,
+    order: str,
+    block_tokens: int,
+    prefill_ms: float,
+    slots: int | None,
+    layout: str,
+    pp: str,
+    prefills: int,
+    slo_ms: float,
+    beside: str,
+) -> Iterator[Row]:
     given = [tokens] if isinstance(tokens, int) else list(tokens)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is not known; write {' or '.join(LAYOUTS)}")
