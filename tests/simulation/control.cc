@@ -140,7 +140,11 @@ StartReads World::start_of(Call& call, Source& source, Link& link, uint32_t atte
     }();
     if (!transfer) return nullptr;
     link.transfers.push_back(transfer);
-    if (request.stream != StreamUnit::kNone) link.streaming.insert(transfer.get());
+    if (request.stream != StreamUnit::kNone) {
+      link.streaming.insert(transfer.get());
+    } else if (request.looks_first) {
+      link.looking_first.insert(transfer.get());
+    }
     check_transfer(link, transfer);
     return transfer;
   };

@@ -36,8 +36,8 @@ struct Link {
   std::shared_ptr<const Planner> planner;
   std::shared_ptr<PathStats> path_stats;
   Rails rails = Rails::kNone;
-  std::vector<std::shared_ptr<Transfer>> transfers;  // that it carried
-  std::set<const Transfer*> streaming;               // of them
+  std::vector<std::shared_ptr<Transfer>> transfers;    // that it carried
+  std::set<const Transfer*> streaming, looking_first;  // of them
   bool established = false, closed = false;
   bool staged = false;       // a store waits behind the reads before it, and is lost if the connection breaks
   uint64_t num_settles = 0;  // asked for by callers
