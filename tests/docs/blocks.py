@@ -99,6 +99,7 @@ HOW: dict[str, dict[str, str]] = {
     "docs/reference/python-api.md": {"": _CODE_TESTS},
     "docs/servers/lmcache.md": {"pip install .": _ENGINES},
     "docs/servers/models.md": {"export KVLINK_SAME_MODEL": RUNS},
+    "docs/servers/nixl.md": {"pip install packaging/nixl": "tests/nixl/test_plugin.py"},
     "docs/servers/routers.md": {
         "pip install .": _ENGINES,
         "pip install '.[router]'": _ENGINES,
