@@ -25,7 +25,7 @@ def nixl_plugin(as_json: Json = False) -> None:
     folder = plugin_folder()
     if folder is None:
         raise ConfigError(
-            "kvlink's backend for NIXL is not installed: pip install packaging/nixl, in a checkout of kvlink"
+            "kvlink's backend for NIXL is not installed; in a checkout of kvlink: pip install packaging/nixl"
         )
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "engines": ENGINES}))

@@ -14,7 +14,7 @@ OLDEST, NEWEST = "1.0.0", "1.5.1"
 """The releases of NIXL that the plugin accepts; integrations/nixl/release.h has the same."""
 LIBRARY = "libplugin_KVLINK.so"
 _PACKAGES = ("nixl-cu12", "nixl-cu13")
-_HOW = "pip install packaging/nixl, in a checkout of kvlink"
+_HOW = "in a checkout of kvlink: pip install packaging/nixl"
 
 
 def plugin_folder() -> Path | None:

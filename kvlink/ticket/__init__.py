@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvlink import _core
 from kvlink.errors import ConfigError
 from kvlink.layout.groups import MAX_GROUPS
 from kvlink.runtime.names import MAX_NAME_BYTES, check_kind, check_name
@@ -171,6 +170,8 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
+        from kvlink import _core  # the coordinator and the command line import this module, and carry tickets unread
+
         digests = PrefixDigests(0, b"") if self.digests is None else self.digests.checked(self.num_tokens)
         try:
             groups = array("I", itertools.chain(*zip(self.group_sizes, self.group_tokens, strict=True)))
@@ -216,6 +217,8 @@ class Ticket:
     def from_bytes(cls, blob: bytes) -> Ticket:
         """Parses untrusted bytes. Raises ConfigError for anything that `to_bytes` cannot have written."""
         check_kind(blob, (bytes, bytearray, memoryview), "a ticket", "bytes")
+        from kvlink import _core
+
         blob = bytes(blob)
         (
             request_id, worker_id, agent, epoch, seats, ids, groups, num_tokens, ready, ready_unit, rank, num_ranks,
