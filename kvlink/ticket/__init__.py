@@ -170,7 +170,8 @@ class Ticket:
 
     def to_bytes(self) -> bytes:
         """Returns the wire form that the module describes. Raises ConfigError if a field exceeds its bound."""
-        from kvlink import _core  # the coordinator and the command line import this module, and carry tickets unread
+        # Here, because the coordinator and the command line import this module, and carry tickets unread.
+        from kvlink import _core
 
         digests = PrefixDigests(0, b"") if self.digests is None else self.digests.checked(self.num_tokens)
         try:
