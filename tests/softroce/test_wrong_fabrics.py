@@ -27,12 +27,12 @@ _PULLS = 30
 _LEAST_S = 0.3
 """A pull of the emulated guest may take so long whoever else reads."""
 _LONG_QUEUE: dict[str, Any] = {"rdma_timeout": 19, "rdma_silence_s": 30}
-"""The queue of a slow link holds seconds. NICs that resend earlier end the connection, and the next lacks the rail."""
+"""The queue of a slow link holds seconds. NICs that resend earlier end the connection; the next lacks the rail."""
 
 
 @pytest.fixture
 def new_pair() -> Iterator[NewPair]:
-    """Makes pairs that may use verbs and tcp, which the faults leave alone: it is on lo. RDMA options are of both ends."""
+    """Makes pairs that may use verbs and tcp, which no fault reaches, as it is on lo. Both ends get RDMA options."""
     with ExitStack() as opened:
 
         def make(
