@@ -173,7 +173,7 @@ test-hostile: build $(VENV)/.checked ## workers that publish false cards to an h
 .PHONY: test-processes
 test-processes: build $(VENV)/.checked ## tests that need real time, a real etcd, or processes that are killed
 	.ci/system-packages $(PYTHON) processes || true
-	pytest -m verify --ignore tests/transports --ignore tests/hostile_peers --ignore tests/deploy --ignore tests/pages
+	pytest -m verify $(addprefix --ignore tests/,transports hostile_peers deploy pages capi nixl)
 
 .PHONY: test-deploy
 test-deploy: build $(VENV)/.checked ## chart, compose file, systemd unit
