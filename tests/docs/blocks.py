@@ -58,6 +58,7 @@ HOW: dict[str, dict[str, str]] = {
         "pip install .  ": _ENGINES,
         "pip install '.[demo]'": "not run: tests/newcomer runs the same lines of transformers.md",
         "curl http": _ENGINES,
+        "curl -s http": _ENGINES,
     },
     "docs/hardware/day-one.md": {"pip install": "not run: takes minutes, and is for hosts with a GPU or an RDMA NIC"},
     "docs/hardware/gpudirect.md": {
