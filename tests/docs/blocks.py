@@ -117,7 +117,7 @@ HOW: dict[str, dict[str, str]] = {
         "from transformers.generation": _CODE_TESTS,
         "from kvlink.integrations": _CODE_TESTS,
     },
-    "docs/servers/vllm.md": {"pip install .": _ENGINES},
+    "docs/servers/vllm.md": {"pip install .": _ENGINES, "export KVLINK_HOST": RUNS},
     "docs/servers/vllm-chats.md": {"vllm serve": _ENGINES},
     "docs/servers/vllm-encoders.md": {"vllm serve": _ENGINES},
     "docs/servers/vllm-prefixes.md": {"KVLINK_COORDINATOR": _ENGINES, "kvlink replicate": _ENGINES},
