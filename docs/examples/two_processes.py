@@ -41,8 +41,9 @@ def main() -> None:
 
     processes = multiprocessing.get_context("spawn")  # gRPC's threads do not survive a fork
     ours, theirs = processes.Pipe()
-    child = processes.Process(target=decode, args=(theirs,))
+    child = processes.Process(target=decode, args=(theirs,), daemon=True)
     child.start()
+    theirs.close()  # so that `ours` ends if the child does
     with kvlink.Worker(pool, "prefill-0") as worker:
         ticket = worker.offer("request-42", [7, 3, 11], num_tokens=48)
         ours.send(ticket.to_text())  # in a server, the router passes it on

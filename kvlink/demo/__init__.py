@@ -53,7 +53,8 @@ def run(
         raise ConfigError("only the engine numpy splits layers into stages; omit --pp, --engine and --device")
     if engine == "transformers" and (missing := _missing()):
         raise ConfigError(
-            f"the engine transformers needs {' and '.join(missing)}: run pip install 'kvlink[demo]'"
+            f"the engine transformers needs {' and '.join(missing)}: run pip install 'kvlink[demo]', whose torch "
+            "brings 5 GB of CUDA libraries unless a CPU build is installed before it"
         )
     stages = _stages(pp) if pp else (1, 1)
     from kvlink.demo.servers import Options

@@ -58,6 +58,7 @@ HOW: dict[str, dict[str, str]] = {
         "pip install .  ": _ENGINES,
         "pip install '.[demo]'": "not run: tests/newcomer runs the same lines of transformers.md",
         "curl http": _ENGINES,
+        "curl -s http": _ENGINES,
     },
     "docs/hardware/day-one.md": {"pip install": "not run: takes minutes, and is for hosts with a GPU or an RDMA NIC"},
     "docs/hardware/gpudirect.md": {
@@ -116,7 +117,7 @@ HOW: dict[str, dict[str, str]] = {
         "from transformers.generation": _CODE_TESTS,
         "from kvlink.integrations": _CODE_TESTS,
     },
-    "docs/servers/vllm.md": {"pip install .": _ENGINES},
+    "docs/servers/vllm.md": {"pip install .": _ENGINES, "export KVLINK_HOST": RUNS},
     "docs/servers/vllm-chats.md": {"vllm serve": _ENGINES},
     "docs/servers/vllm-encoders.md": {"vllm serve": _ENGINES},
     "docs/servers/vllm-prefixes.md": {"KVLINK_COORDINATOR": _ENGINES, "kvlink replicate": _ENGINES},

@@ -49,6 +49,19 @@ def test_no_page_installs_kvlink_from_an_index() -> None:
     assert not lines
 
 
+def test_a_page_says_before_an_install_that_it_brings_torch() -> None:
+    """Its default build has 5 GB of CUDA libraries, also where there is no GPU."""
+    brings_torch = re.compile(r"^ *pip install [^\n]*\[[^]\n]*\b(?:all|demo|torch)\b", re.MULTILINE)
+    pages = {path.name: path.read_text() for path in PAGES}
+    silent = [
+        (name, install.group())
+        for name, text in pages.items()
+        for install in brings_torch.finditer(text)
+        if "5 GB" not in re.split("^#", text[: install.start()], flags=re.MULTILINE)[-1]
+    ]
+    assert not silent
+
+
 def test_no_message_and_no_unit_installs_kvlink_from_an_index() -> None:
     """An extra is added to the kvlink that is installed already, so that pip takes kvlink from nowhere."""
     install = re.compile(r"pip install [^`#&\n]*(?<![./\w])'?kvlink\b(?!\[)|/pip install [^\n]*'kvlink\b")

@@ -47,3 +47,12 @@ def test_an_example_shows_what_its_row_promises() -> None:
         for code in promised.split("`")[1::2]:
             if not code.startswith("kvlink "):  # a command to run beside it
                 assert code in (EXAMPLES / name).read_text(), (name, code)
+
+
+def test_an_error_of_the_parent_ends_both_processes(tmp_path: Path) -> None:
+    """A reader who changes a number wrongly gets the error, and not a program that waits for its child for ever."""
+    program = (EXAMPLES / "two_processes.py").read_text()
+    changed = tmp_path / "changed.py"
+    changed.write_text(program.replace("num_tokens=48", "num_tokens=480"))
+    ran = subprocess.run([sys.executable, str(changed)], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, "480 tokens do not fit" in ran.stderr) == (1, True), ran.stderr

@@ -29,13 +29,15 @@ ARGUMENTS = [
 
 
 async def visited(
-    browser: Browser, url: str, scheme: str = "light", width: int = 1280
+    browser: Browser, url: str, scheme: str = "light", width: int = 1280, without: str | None = None
 ) -> tuple[Page, list[str]]:
-    """The page, and what it complains of."""
+    """The page, and what it complains of. Files whose address matches `without` are missing."""
     page = await browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})  # type: ignore[arg-type]
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    if without is not None:
+        await page.route(without, lambda route: route.abort())
     await page.goto(url)
     return page, complaints
 

@@ -76,11 +76,44 @@ async def test_pages_fit_a_phone_and_a_desk(browser: Browser, site: str, width: 
         await page.close()
 
 
-async def test_commands_can_be_copied_and_engines_chosen(browser: Browser, site: str) -> None:
-    page, complaints = await visited(browser, f"{site}/getting-started/quickstart.html")
-    assert await page.locator("button.copybtn").count() == await page.locator("div.highlight").count() > 4
-    launch = page.get_by_text("sglang.launch_server").first
-    assert not await launch.is_visible()
+async def faults_of_blocks(browser: Browser, site: str, without: str | None = None) -> list[str]:
+    """Copies each command of Quickstart and chooses another engine, as a reader does. Returns what did not work."""
+    page, faults = await visited(browser, f"{site}/getting-started/quickstart.html", without=without)
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    blocks, sglang = page.locator("div.highlight"), page.get_by_text("sglang.launch_server").first
+    assert await blocks.count() > 4
+    if await sglang.is_visible():
+        faults.append("SGLang is shown beside vLLM")
     await page.get_by_text("SGLang", exact=True).and_(page.locator("label")).click()
-    await expect(launch).to_be_visible()
-    assert complaints == []
+    if not await sglang.is_visible() or await page.get_by_text("vllm serve").first.is_visible():
+        faults.append("SGLang is not shown alone")
+    for block in [each for each in await blocks.all() if await each.is_visible()]:
+        command = (await block.locator("pre").inner_text()).strip()
+        if await (button := block.locator("button.copybtn")).count() != 1:
+            faults.append(f"no button for {command}")
+            continue
+        await block.hover()
+        await button.click()
+        if (await page.evaluate("navigator.clipboard.readText()")).strip() != command:
+            faults.append(f"not copied: {command}")
+    await page.close()
+    return faults
+
+
+async def test_commands_can_be_copied_and_engines_chosen(browser: Browser, site: str) -> None:
+    assert await faults_of_blocks(browser, site) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "found"),
+    [
+        ("**/copybutton.js*", "no button for kvlink bench pull"),
+        ("**/clipboard.min.js*", "no button for kvlink bench pull"),
+        ("**/sphinx-design*.css*", "SGLang is shown beside vLLM"),
+    ],
+)
+async def test_a_script_or_style_that_is_missing_is_found(
+    browser: Browser, site: str, without: str, found: str
+) -> None:
+    faults = await faults_of_blocks(browser, site, without)
+    assert any(fault.startswith(found) for fault in faults), faults
