@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from waiting import eventually
@@ -12,10 +13,13 @@ from waiting import eventually
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, StaleBlocks
 from kvlink.integrations.vllm.decode import remote_leases
+from kvlink.integrations.vllm.decode.loads import _Loading
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
 from kvlink.integrations.vllm.wire.handoff import KEY
+from kvlink.transfer.pull import Pull
 
 PROMPT = list(range(100, 110))  # two whole blocks and a half
 
@@ -73,6 +77,7 @@ def test_all_cached_here_gives_the_blocks_back_unread(servers: tuple[Server, Ser
     decode.step()
     prefill.step_until(lambda: "r" in prefill.sent)
     assert not decode.received
+    assert decode.scheduler.take_counts() == {"released": 1}
 
 
 def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
@@ -282,3 +287,45 @@ def test_a_refusal_without_a_handoff_is_no_error(
     servers[1].scheduler.incoming.arrived(notice)
     servers[1].scheduler.finished(notice, ([],), False)
     assert servers[1].scheduler.take_counts() == ({"malformed": 1} if handed_off else {})
+
+
+def test_a_load_fails_by_its_first_error() -> None:
+    load: Any = None
+    loading = _Loading(load, 0)
+    errors = [StaleBlocks("first"), StaleBlocks("second")]
+    for error in errors:
+        loading.fail(error)
+    assert loading.error is errors[0]
+    assert loading.over()
+
+
+def test_an_error_of_a_pull_is_that_of_its_load(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    done, errors = Pull.done, [RuntimeError("strange")]
+
+    def fails_once(pull: Pull) -> bool:
+        if errors:
+            raise errors.pop()
+        return done(pull)
+
+    monkeypatch.setattr(Pull, "done", fails_once)
+    assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
+    assert decode.ranks[0].guard.take_counts() == {"load": 1}
+
+
+def test_only_a_step_that_computes_nothing_waits_for_loads(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    loads, waits = decode.ranks[0]._loads, list[float]()
+    monkeypatch.setattr(loads, "take", lambda: (set(), set()))
+    monkeypatch.setattr(loads, "wait", waits.append)
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step({"another": Chunk((), 1)})
+    assert waits == []
+    decode.step()
+    assert waits == [0.001]

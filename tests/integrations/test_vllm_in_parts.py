@@ -183,17 +183,25 @@ def test_another_prompt_is_refused(new: NewServer) -> None:
     assert decode.scheduler.take_counts() == {}
 
 
-def test_a_prompt_that_comes_in_one_part_is_settled(new: NewServer) -> None:
+def test_a_prompt_whose_first_part_is_cached_here_is_settled(new: NewServer) -> None:
+    """One pull brings the rest, and ends the lease."""
     prefill, decode = new("p"), new("d")
     asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
-    decode.scheduler.incoming.arrived(waits)
-    prefill.begin(asks, [3, 9, 1])
-    prefill.compute(asks, 10, writes=[3, 9, 1])
-    decode.load_when_announced(waits, [5, 6, 7])
-    prefill.end(asks, [3, 9, 1])
+    incoming = decode.scheduler.incoming
+    incoming.arrived(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6, writes=[3, 9])
+    decode.step_until(lambda: incoming.num_matched(waits, 4) == (6, True))
+    decode.scheduler.allocated(waits, ([5, 6, 7],), 6)
+    decode.step()
+    eventually(prefill.scheduler._outgoing._requests["r"].goes_well)
+    prefill.compute(asks, 4, [1], writes=[9, 1])
+    assert decode.ranks[0]._loads._loading["x"].pulls == []
     decode.step_until(lambda: "x" in decode.received)
-    assert same(decode, prefill, (5, 3), (6, 9), (7, 1))
+    assert not decode.failed
+    assert same(decode, prefill, (6, 9), (7, 1))
     assert decode.ranks[0].guard.take_counts() == {}
+    prefill.end(asks, [3, 9, 1])
     prefill.step_until(lambda: "r" in prefill.sent)
     assert gone(prefill)
 
