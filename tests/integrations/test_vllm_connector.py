@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-pytest.importorskip("torch", reason="needs torch (pip install torch)")
+torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
 from kvlink.errors import ConfigError, StaleBlocks
@@ -124,7 +124,10 @@ def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tupl
 def test_a_spoilt_handoff_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
     prefill, decode = servers
     params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert not decode.loads(request("x", PROMPT, params | spoilt), [5, 6, 7])
+    asks = request("x", PROMPT, params | spoilt)
+    assert decode.load(asks, [5, 6, 7]) == (10, True), "it fails as a load, and so by vLLM's policy"
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
 
 
 def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -> None:
@@ -138,7 +141,9 @@ def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -
 
 def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
     _, decode = servers
-    assert decode.load(request("x", PROMPT, {"do_remote_prefill": True}), [5, 6, 7]) == (0, False)
+    asks = request("x", PROMPT, {"do_remote_prefill": True})
+    assert decode.load(asks, [5, 6, 7]) == (0, False)
+    assert asks.kv_transfer_params["do_remote_prefill"] is False
     assert decode.load(request("y", PROMPT, None), [8, 9, 10]) == (0, False)
     decode.step()
     assert decode.scheduler.counts["not_offered"] == 1
@@ -220,6 +225,16 @@ def test_sliding_windows_have_their_own_blocks() -> None:
         assert decode.block("window.0", 0).equal(untouched)
         prefill.step_until(lambda: "r" in prefill.sent)
         assert gone(prefill)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_rows_have_the_bytes_of_their_numbers(dtype: torch.dtype) -> None:
+    """A row of the layout is a block of one head."""
+    tensor = torch.zeros(4, 2, BLOCK_TOKENS, 8, dtype=dtype)
+    caches = caches_of({"a": tensor}, [LayerGroup(("a",))], 4, Rank(0, 1, 2), "tiny")
+    layout = caches.pool.groups[0]
+    assert layout.row_bytes == BLOCK_TOKENS * 8 * dtype.itemsize
+    assert layout.num_blocks * layout.block_stride == tensor.nbytes
 
 
 def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
