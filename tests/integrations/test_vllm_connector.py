@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-torch = pytest.importorskip("torch", reason="needs torch (pip install torch)")
+pytest.importorskip("torch", reason="needs torch (pip install torch)")
+
+import torch
 
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
 from kvlink.errors import ConfigError, StaleBlocks
