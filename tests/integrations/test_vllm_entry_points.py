@@ -89,7 +89,7 @@ def made(kind: type, **state: Any) -> Any:
 
 
 def test_what_ranks_report_with_a_step_is_handed_off_from_then_on(vllm: None) -> None:
-    """Of ranks that start again after sleep, or whose handshakes another connector's hid."""
+    """Ranks start again after sleep, and another connector may hide their handshakes."""
     module: Any = importlib.import_module(f"{PACKAGE}.connector")
     with Server("p") as server:
         server.scheduler.set_ranks([])

@@ -361,7 +361,7 @@ def test_cancelling_a_pull_that_has_failed_does_not_hide_why(stale: Callable[[],
 
 
 def test_pulls_that_have_ended_make_room_for_others() -> None:
-    """The control thread hears of an end late, or not while it is busy."""
+    """The control thread learns of an end late, or not while it is busy."""
     pulls = Pulls.__new__(Pulls)
     pulls._live, pulls._most_live, pulls._closed = {}, 2, False
     for token, is_open in ((1, True), (2, False), (3, True)):
