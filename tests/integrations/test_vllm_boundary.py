@@ -57,6 +57,7 @@ def test_any_id_is_handed_off_and_no_log_shows_it(name: str, caplog: pytest.LogC
         assert decode.block("layer.1", 6).equal(prefill.block("layer.1", 9))
         prefill.step_until(lambda: name in prefill.sent)
         assert not prefill.ranks[0]._leases._ids
+        assert not prefill.ranks[0]._leases._seats
     assert name == "" or name not in caplog.text
 
 

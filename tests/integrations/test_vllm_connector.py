@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from waiting import eventually
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
+import torch
+
 from vllm_server import ASK_PREFILL, BLOCK_TOKENS, Server, gone, request, same  # isort: skip
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, StaleBlocks
 from kvlink.integrations.vllm.decode import remote_leases
+from kvlink.integrations.vllm.decode.loads import _Loading
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
+from kvlink.integrations.vllm.prefill.outgoing import Chunk
 from kvlink.integrations.vllm.wire.handoff import KEY
+from kvlink.transfer.pull import Pull
 
 PROMPT = list(range(100, 110))  # two whole blocks and a half
 
@@ -73,6 +79,7 @@ def test_all_cached_here_gives_the_blocks_back_unread(servers: tuple[Server, Ser
     decode.step()
     prefill.step_until(lambda: "r" in prefill.sent)
     assert not decode.received
+    assert decode.scheduler.take_counts() == {"released": 1}
 
 
 def test_a_second_use_is_computed(servers: tuple[Server, Server]) -> None:
@@ -119,7 +126,10 @@ def test_a_swapped_handoff_is_refused_and_stays_for_its_own_reader(servers: tupl
 def test_a_spoilt_handoff_is_refused(servers: tuple[Server, Server], spoilt: dict[str, object]) -> None:
     prefill, decode = servers
     params = prefill.hands_off(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
-    assert not decode.loads(request("x", PROMPT, params | spoilt), [5, 6, 7])
+    asks = request("x", PROMPT, params | spoilt)
+    assert decode.load(asks, [5, 6, 7]) == (10, True), "it fails as a load, and so by vLLM's policy"
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
 
 
 def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -> None:
@@ -133,7 +143,9 @@ def test_a_restarted_prefill_server_is_refused(servers: tuple[Server, Server]) -
 
 def test_without_a_handoff_the_request_is_computed_here(servers: tuple[Server, Server]) -> None:
     _, decode = servers
-    assert decode.load(request("x", PROMPT, {"do_remote_prefill": True}), [5, 6, 7]) == (0, False)
+    asks = request("x", PROMPT, {"do_remote_prefill": True})
+    assert decode.load(asks, [5, 6, 7]) == (0, False)
+    assert asks.kv_transfer_params["do_remote_prefill"] is False
     assert decode.load(request("y", PROMPT, None), [8, 9, 10]) == (0, False)
     decode.step()
     assert decode.scheduler.counts["not_offered"] == 1
@@ -217,6 +229,16 @@ def test_sliding_windows_have_their_own_blocks() -> None:
         assert gone(prefill)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_rows_have_the_bytes_of_their_numbers(dtype: torch.dtype) -> None:
+    """A row of the layout is a block of one head."""
+    tensor = torch.zeros(4, 2, BLOCK_TOKENS, 8, dtype=dtype)
+    caches = caches_of({"a": tensor}, [LayerGroup(("a",))], 4, Rank(0, 1, 2), "tiny")
+    layout = caches.pool.groups[0]
+    assert layout.row_bytes == BLOCK_TOKENS * 8 * dtype.itemsize
+    assert layout.num_blocks * layout.block_stride == tensor.nbytes
+
+
 def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with Server("p", model="Llama layers=2") as prefill, Server("d", model="Llama layers=4") as decode:
         _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
@@ -282,3 +304,45 @@ def test_a_refusal_without_a_handoff_is_no_error(
     servers[1].scheduler.incoming.arrived(notice)
     servers[1].scheduler.finished(notice, ([],), False)
     assert servers[1].scheduler.take_counts() == ({"malformed": 1} if handed_off else {})
+
+
+def test_a_load_fails_by_its_first_error() -> None:
+    load: Any = None
+    loading = _Loading(load, 0)
+    errors = [StaleBlocks("first"), StaleBlocks("second")]
+    for error in errors:
+        loading.fail(error)
+    assert loading.error is errors[0]
+    assert loading.over()
+
+
+def test_an_error_of_a_pull_is_that_of_its_load(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    done, errors = Pull.done, [RuntimeError("strange")]
+
+    def fails_once(pull: Pull) -> bool:
+        if errors:
+            raise errors.pop()
+        return done(pull)
+
+    monkeypatch.setattr(Pull, "done", fails_once)
+    assert not decode.loads(request("x", PROMPT, params), [5, 6, 7])
+    assert decode.ranks[0].guard.take_counts() == {"load": 1}
+
+
+def test_only_a_step_that_computes_nothing_waits_for_loads(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
+    loads, waits = decode.ranks[0]._loads, list[float]()
+    monkeypatch.setattr(loads, "take", lambda: (set(), set()))
+    monkeypatch.setattr(loads, "wait", waits.append)
+    decode.load(request("x", PROMPT, params), [5, 6, 7])
+    decode.step({"another": Chunk((), 1)})
+    assert waits == []
+    decode.step()
+    assert waits == [0.001]

@@ -183,6 +183,68 @@ def test_another_prompt_is_refused(new: NewServer) -> None:
     assert decode.scheduler.take_counts() == {}
 
 
+def test_a_prompt_whose_first_part_is_cached_here_is_settled(new: NewServer) -> None:
+    """One pull brings the rest, and ends the lease."""
+    prefill, decode = new("p"), new("d")
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    incoming = decode.scheduler.incoming
+    incoming.arrived(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6, writes=[3, 9])
+    decode.step_until(lambda: incoming.num_matched(waits, 4) == (6, True))
+    decode.scheduler.allocated(waits, ([5, 6, 7],), 6)
+    decode.step()
+    eventually(prefill.scheduler._outgoing._requests["r"].goes_well)
+    prefill.compute(asks, 4, [1], writes=[9, 1])
+    assert decode.ranks[0]._loads._loading["x"].pulls == []
+    decode.step_until(lambda: "x" in decode.received)
+    assert not decode.failed
+    assert same(decode, prefill, (6, 9), (7, 1))
+    assert decode.ranks[0].guard.take_counts() == {}
+    prefill.end(asks, [3, 9, 1])
+    prefill.step_until(lambda: "r" in prefill.sent)
+    assert gone(prefill)
+
+
+def test_parts_of_another_layout_are_refused_and_the_lease_ends(
+    new: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_leases, "_AGAIN_S", 0.0)
+    prefill, decode = new("p"), new("d", groups=(("layer.0",), ("window.1",)))
+    half_announced(prefill, decode)
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == {"x"}
+    assert decode.scheduler.take_counts() == {"another_layout": 1}
+    assert decode.scheduler.guard.take_counts() == {}
+    prefill.step_until(lambda: prefill.ranks[0]._worker.events() or not len(prefill.ranks[0]._worker.offers))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_pull_that_waits_for_its_time_begins_with_a_part_or_the_end(
+    new: NewServer, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    """Asked again, it still waits. Once no part can come any more, it begins with those that came."""
+    prefill, decode = new("p"), new("d")
+    monkeypatch.setattr(decode.scheduler.decisions, "begins", lambda _, part: part.last)
+    asks, waits = request("r", PROMPT, PREFILL), request("x", PROMPT, DECODE)
+    decode.scheduler.incoming.arrived(waits)
+    prefill.begin(asks, [3, 9])
+    prefill.compute(asks, 6, writes=[3, 9])
+    awaited = decode.scheduler.incoming._requests["x"]
+    decode.step_until(lambda: decode.awaits(waits) and awaited.parts)
+    for _ in range(3):
+        assert decode.awaits(waits)
+    if last:
+        prefill.compute(asks, 4, [1], writes=[9, 1])
+    else:
+        prefill.end(asks, [3, 9], complete=False)
+    assert decode.load_when_announced(waits, [5, 6, 7]) == 10
+    decode.step_until(lambda: "x" in decode.received)
+    assert decode.failed == (set() if last else {"x"})
+    assert decode.scheduler.take_counts() == {}
+    assert not last or same(decode, prefill, (5, 3), (6, 9), (7, 1))
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_preempted_prefill_is_not_read_any_further(new: NewServer, at_once: bool) -> None:
     """Others write into its blocks in that very step. What it is given later, or in that step, goes with its answer."""

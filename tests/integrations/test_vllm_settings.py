@@ -148,6 +148,8 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TicketKeys
 def test_it_survives_a_router_and_its_tickets_are_signed(keys: TicketKeys) -> None:
     read = Handoff.from_params(json.loads(json.dumps({KEY: SAMPLE.to_params()})))
     assert read == SAMPLE
+    with pytest.raises(AttributeError):
+        read.num_tokens = 1  # type: ignore[misc]
     for ticket in read.tickets([CacheGroup(16, 1, (TokenUnit(16, is_block=True),))]):
         keys.checked(ticket)
 

@@ -111,6 +111,17 @@ def test_prefill_says_why_it_announced_nothing(from_tokens: int, expected: str) 
     assert prefill.decisions.take() == {}
 
 
+def test_nothing_is_announced_behind_the_last_chunk() -> None:
+    """The next step computes the second token of an answer."""
+    prefill = Prefill()
+    prefill.schedule(6, now=0)
+    prefill.held(now=1)
+    prefill.schedule(8, now=2)
+    assert [part.last for part in prefill.told.parts] == [False, True]
+    assert prefill.outgoing.advance({"r": Chunk((), 1)}, OWN, prefill._write) == {}
+    assert len(prefill.told.parts) == 2
+
+
 @pytest.mark.parametrize("remaining", [None, Remaining(3.5, 1.25)])
 def test_times_travel_with_a_part(remaining: Remaining | None) -> None:
     part = Part(handoff(2, 8), 14, last=False, written=False, remaining=remaining)

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mutation import cpp_mutants, cpp_tests, python_mutants, python_tests
@@ -92,6 +93,7 @@ def _try_cpp(chosen: dict[str, list[Any]], given: argparse.Namespace) -> Iterato
                     outcomes[kind] = build.try_one(number, [test for test in tests if test.kind == kind])
             tried.append(Tried(site.mutant, outcomes))
             _say(tried[-1])
+            _keep(name, kept.values())
         yield name, tried
 
 
@@ -100,6 +102,8 @@ def _try_python(
 ) -> dict[str, list[Tried]]:
     """Tries the mutants of modules that have the same tests."""
     tried = {name: _kept(name, sites, given.again) for name, sites in chosen.items()}
+    for name, of_module in tried.items():
+        _keep(name, of_module.values())
     mutants = {mutant: one for of_module in tried.values() for mutant, one in of_module.items()}
     tests = MODULES[next(iter(chosen))].tests
     for kind in (kind for kind in given.kinds if kind in tests):
@@ -116,7 +120,7 @@ def _try_python(
         if left:
             most, within = (given.seeds, 1e9) if kind == "simulation" else (10_000, given.within)
             asked = [(site.mutant, _users(site.mutant) if site.at_import else None) for site in left]
-            ends = python_tests.try_all(asked, paths, most, within, WORK)
+            ends = python_tests.try_all(asked, paths, most, within, WORK, _results(kind))
             for mutant, outcome in ends.items():
                 mutants[mutant].outcomes[kind] = outcome
     for each in (each for each in PLANTED if each.module in chosen and given.modules):
@@ -140,9 +144,15 @@ def _users(mutant: Mutant) -> set[str]:
 
 
 def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[str, Tried]:
-    """Mutants with what killed or hung them in the last run of their module: new tests undo neither."""
+    """Mutants with what killed or hung them in the last run of their module: new tests undo neither.
+
+    That run may have been cut off. What it had found by then counts too.
+    """
     path = WORK / f"{name}.json"
     last = json.loads(path.read_text()) if again and path.exists() else {}
+    for kind in ("unit", "simulation") if again else ():
+        for mutant, outcome in python_tests.outcomes_of(_results(kind)).items():
+            last.setdefault(mutant, {})[kind] = outcome
     return {
         site.mutant.name: Tried(
             site.mutant,
@@ -154,6 +164,16 @@ def _kept(name: str, sites: Sequence[python_mutants.Site], again: bool) -> dict[
         )
         for site in sites
     }
+
+
+def _keep(name: str, tried: Iterable[Tried]) -> None:
+    """Keeps what was found so far, from where a run with --again goes on."""
+    (WORK / f"{name}.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
+
+
+def _results(kind: str) -> Path:
+    """Returns where Python mutants are written down as they are tried."""
+    return WORK / f"results.{kind}"
 
 
 def _say(tried: Tried) -> None:
@@ -227,7 +247,7 @@ def _judge(name: str, tried: Sequence[Tried], score: dict[str, object]) -> list[
 
 def _write(name: str, tried: Sequence[Tried], score: dict[str, object]) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(score) + "\n")
-    (WORK / f"{name}.json").write_text(json.dumps({t.mutant.name: t.outcomes for t in tried}) + "\n")
+    _keep(name, tried)
     rows = [
         f"{t.status(name)} {t.mutant.line} {t.mutant.name} {t.outcomes}"
         for t in tried
@@ -294,7 +314,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("--kinds", default="unit,model,simulation", help="of tests, in this order; by default all")
     add("--each-kind", action="store_true", help="goes on with the other kinds of test after a kill")
-    add("--again", action="store_true", help="only those that survived the last run of the module")
+    add(
+        "--again",
+        action="store_true",
+        help="only those that survived the last run of the module, or that it did not come to",
+    )
     given = parser.parse_args(arguments)
     given.kinds = given.kinds.split(",")
     WORK.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _SWAPPED = "kvlink/control/session.py:Session.{}: swapped statements"
 _CONTROL, _WORKER, _TRANSFER_PY = "kvlink/control/", "kvlink/worker/", "kvlink/transfer/"
+_VLLM = "integrations/vllm/"
 _DIRECTORY = "kvlink/coordinator/prefix_directory.py:PrefixDirectory"
 _STORE = "kvlink/coordinator/store/"
 _ETCD = f"{_STORE}etcd/"
@@ -116,6 +117,24 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_TRANSFER_PY}offer_check.py:checked_offer: constant: True -> False":
             "arrays_of and _tokens_of_groups return one for each group, or raise",
         f"{_TRANSFER_PY}axes.py:_measure: constant: True -> False": "the lengths were compared before",
+        f"{_TRANSFER_PY}completion.py:LoopWaiter.__init__: swapped statements: loop.add_reader(self._queue.fileno(), "
+        "guarded('completions', self._drain)) -> ahead of self._tokens = itertools.count(1)":
+            "completions are read when the loop runs again, which is after both",
+        f"{_TRANSFER_PY}engine.py:Engine.__init__: swapped statements: self.closed, self._notify_lock = (False, "
+        "threading.Lock()) -> ahead of self.channel = OwnChannel()": "neither uses the other",
+    },
+    "vllm": {
+        f"{_VLLM}model/engine_config.py:model_of: swapped statements: draft = getattr(vllm_config.speculative_config, "
+        "'draft_model_config', None) -> ahead of load_format = getattr(vllm_config.load_config, 'load_format', 'auto')":
+            "both only read the configuration",
+        f"{_VLLM}chats/earlier_turns.py:EarlierTurns.ended: swapped statements: asked = self._asked.pop(request_id, "
+        "None) -> ahead of self._turns.pop(request_id, None)": "neither uses what the other changes",
+        f"{_VLLM}decode/loads.py:Loads._report: swapped statements: name = printable(load.request_id) -> ahead of "
+        "self._stats.turns[_why(error) or reason] += 1": "the name is only spelled",
+        f"{_VLLM}chats/turns.py:Turns.__init__: swapped statements: self.lookups = PrefixLookups(peers, self._counts) "
+        "if peers is not None else None -> ahead of self.peers = peers": "neither uses the other",
+        f"{_VLLM}scheduler.py:SchedulerSide._finished: skipped branch: name != KEY -> True":
+            "the handoff that is merged behind them has that key too",
     },
 }  # fmt: skip
 """By module and by the mutant's name: a proof that it behaves the same. At most 5 % of a module's sample."""

@@ -28,6 +28,8 @@ from mutation.mutants import Mutant, Outcome
 from mutation.python_mutants import Importer, Switch
 
 ROOT = Path(__file__).resolve().parents[2]
+_AT_IMPORT = "at import"
+"""How one ends that is made at import: with the tests that a process of its own tries."""
 _AT_IMPORT_S = 60.0
 """How long the tests may take together, without a mutant, of one that is made at import."""
 _LONG_S, _LAST_S = 600.0, 20.0
@@ -99,7 +101,7 @@ class Server:
                 within = bisect.bisect(list(totals), longest)
                 tests = tests[: min(within + 1, self._plan["most"])]
                 if users is not None:
-                    line = [name, "at import", [test for _, test in tests]]
+                    line = [name, _AT_IMPORT, [test for _, test in tests]]
                 else:
                     chosen = [items[test] for _, test in tests]
                     line = [name, *self._try(number, chosen, [patience_s(seconds) for seconds, _ in tests])]
@@ -181,9 +183,11 @@ def try_all(
     most: int,
     within: float,
     folder: Path,
+    results: Path,
 ) -> dict[str, Outcome]:
     """Returns by name how the tests end with each mutant: so many at most, or within so many seconds.
 
+    It is written to `results` meanwhile.
     In `chosen`, a mutant that is made at import comes with the functions that use what is made, others with None.
     """
     files: dict[str, dict[str, int]] = {
@@ -195,7 +199,6 @@ def try_all(
     rows = [
         (each.name, numbers[each.name], None if users is None else sorted(users)) for each, users in chosen
     ]
-    results = folder / f"results.{os.getpid()}"
     plan = {
         "files": files,
         "mutants": rows,
@@ -208,15 +211,18 @@ def try_all(
     }
     results.unlink(missing_ok=True)
     _pytest(plan, tests, folder, timeout=None)
-    outcomes = {}
-    for line in results.read_text().splitlines() if results.exists() else ():
-        name, status, detail = json.loads(line)
-        if status == "at import":
+    outcomes = outcomes_of(results)
+    for name, (status, reaching) in outcomes.items():
+        if status == _AT_IMPORT:
             alone = {**plan, "active": numbers[name]}
-            outcomes[name] = _alone(alone, detail, folder) if detail else Outcome("unreached")
-        else:
-            outcomes[name] = Outcome(status, detail)
+            outcomes[name] = _alone(alone, reaching, folder) if reaching else Outcome("unreached")
     return outcomes
+
+
+def outcomes_of(results: Path) -> dict[str, Outcome]:
+    """Returns by name what is written down of the mutants that were tried."""
+    lines = map(json.loads, results.read_text().splitlines()) if results.exists() else ()
+    return {name: Outcome(status, detail) for name, status, detail in lines}
 
 
 def try_patch(file: str, old: str, new: str, tests: Sequence[str], folder: Path) -> Outcome:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ast
+import json
+from pathlib import Path
 
 import pytest
+from mutation import __main__ as mutation
 from mutation.cpp_mutants import rewritten as rewritten_cpp
 from mutation.cpp_mutants import sites_of as cpp_sites
 from mutation.mutants import interval, sample
@@ -155,6 +158,21 @@ class C:
         "3": {"a.py:g", "a.py:h"},
         "4": {"a.py:g"},
     }
+
+
+def test_a_run_goes_on_where_another_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation, "WORK", tmp_path)
+    sites = sites_of(ast.parse("def f(a):\n return a + 1 < a * 2 < a - 3"), "a.py")
+    names = [site.mutant.name for site in sites]
+    ends = [("killed", "t"), ("survived", ""), ("timeout", "")]
+    lines = [[name, *end] for name, end in zip(names, ends, strict=False)]
+    (tmp_path / "results.unit").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert [tried.outcomes for tried in mutation._kept("m", sites, False).values()] == [{}] * len(sites)
+    kept = mutation._kept("m", sites, True)
+    assert [tried.outcomes for tried in kept.values()][:4] == [{"unit": ends[0]}, {}, {"unit": ends[2]}, {}]
+    mutation._keep("m", kept.values())
+    (tmp_path / "results.unit").unlink()
+    assert mutation._kept("m", sites, True) == kept
 
 
 def test_a_sample_stays_when_mutants_are_added() -> None:

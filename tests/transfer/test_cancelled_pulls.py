@@ -16,6 +16,7 @@ from kvlink import BlockPool, Ticket, Worker
 from kvlink.errors import Cancelled, ConfigError, StaleBlocks
 from kvlink.layout import Geometry, dense
 from kvlink.transfer.pull import FAILED, SETTLED, Pull
+from kvlink.transfer.pulls import Pulls
 
 _WAITING, _READING = 0, 2
 
@@ -357,3 +358,13 @@ def test_cancelling_a_pull_that_has_failed_does_not_hide_why(stale: Callable[[],
 
     with pytest.raises(StaleBlocks):
         use()
+
+
+def test_pulls_that_have_ended_make_room_for_others() -> None:
+    """The control thread learns of an end late, or not while it is busy."""
+    pulls = Pulls.__new__(Pulls)
+    pulls._live, pulls._most_live, pulls._closed = {}, 2, False
+    for token, is_open in ((1, True), (2, False), (3, True)):
+        core = SimpleNamespace(token=token, is_open=is_open, begin=lambda: None)
+        pulls._add(cast(Any, SimpleNamespace(pull=SimpleNamespace(_core=core))))
+    assert list(pulls._live) == [1, 3]

@@ -89,6 +89,14 @@ def test_memory_that_is_not_registered_is_not_a_failed_read() -> None:
         read_over_shm(buffer(), on_gpu)
 
 
+def test_memory_that_cannot_be_added_is_not_a_failed_read() -> None:
+    def refuses(core: _core.Engine) -> None:
+        raise ConfigError("no room for it")
+
+    with pytest.raises(NotTriedError, match="no room for it"):
+        read_over_shm(buffer()._replace(add=refuses), buffer())
+
+
 class Scratch:
     """A GPU whose memory is host memory, with what the check allocates in it."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,16 @@ def test_gpu_memory_comes_over_dlpack_by_way_of_torch() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.utils.dlpack, "from_dlpack", lambda given: tensor if given is array else None)
         assert BlockPool.from_tensors([array], ONE).regions[0].address == tensor.data_ptr()
+
+
+def test_gpu_memory_over_dlpack_needs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SaysGpu:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    monkeypatch.setitem(sys.modules, "torch.utils", None)
+    with pytest.raises(ConfigError, match=r"needs torch: pip install 'kvlink\[torch\]'"):
+        BlockPool.from_tensors([SaysGpu()], ONE)
 
 
 def test_exported_view_counts_from_its_first_element() -> None:

@@ -331,6 +331,13 @@ async def test_nobody_waits_for_another_attempt_without_time(agent: Agent) -> No
     assert len(agent.given_s) == 1
 
 
+async def test_an_attempt_at_the_deadline_itself_would_be_too_late(agent: Agent) -> None:
+    agent.answers.put_nowait(PeerUnreachable("refused"))
+    with pytest.raises(PeerUnreachable, match="next attempt in"):
+        await agent.call(in_s=0.05)
+    assert len(agent.given_s) == 1
+
+
 async def test_attempts_go_on_until_the_latest_deadline(agent: Agent) -> None:
     callers = [agent.call(in_s) for in_s in (30.0, 60.0, 20.0)]
     while not agent.given_s:

@@ -86,3 +86,11 @@ def test_a_ticket_of_another_worker_names_nothing_here(owner: Worker) -> None:
         with pytest.raises(UnknownRequest):
             owner.abort(other)
     owner.abort(ticket)
+
+
+def test_the_first_of_sixteen_offers_is_timed(owner: Worker) -> None:
+    timed = []
+    for number in range(17):
+        owner.offer(f"r{number}", [1])
+        timed.append(owner.offers.durations.count)
+    assert timed == [1] * 16 + [2]

@@ -34,6 +34,23 @@ def worker() -> Iterator[Worker]:
         yield made
 
 
+def test_a_worker_of_before_a_fork_is_refused_and_what_it_had_is_kept(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the child nothing of it may run, not even a destructor: its threads, and the locks they held, are gone."""
+    kept: list[object] = []
+    monkeypatch.setattr("kvlink.transfer.engine._abandoned", kept)
+    engine = worker._engine
+    parents = engine._core, engine.channel
+    engine._abandon()
+    try:
+        assert kept == list(parents)
+        with pytest.raises(ConfigError, match="made before a fork"):
+            _ = engine.core
+    finally:
+        engine._core, engine.channel = parents
+
+
 async def test_events_end_with_the_worker(worker: Worker) -> None:
     seen: list[LeaseEvent] = []
 

@@ -166,6 +166,16 @@ TEST_F(LaneTest, ASleepingThreadLetsGoOfALaneThatIsRemoved) {
   progress->stop();
 }
 
+TEST_F(LaneTest, AThreadSleepsWithoutAskingIdleLanesForASign) {
+  start({window(16 << 10), window(48 << 10)}, false);
+  const std::shared_ptr<ProgressThread> progress = *ProgressThread::make();
+  const std::shared_ptr<Lane> lane = std::move(lanes[0]);
+  progress->add(lane);
+  for (int seen = 0; seen < 2000; std::this_thread::yield()) seen = lane.use_count() == 3 ? seen + 1 : 0;
+  progress->stop();
+  EXPECT_EQ(static_cast<FakeEndpoint&>(lane->endpoint()).num_arms_, 0u);
+}
+
 TEST_F(LaneTest, WhyALaneBrokeIsToldWithoutHoldingIt) {
   start({window(16 << 10), window(48 << 10)});
   std::string why = "not told";

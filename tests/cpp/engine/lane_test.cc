@@ -328,6 +328,23 @@ TEST_P(StalledLaneTest, BlamesNotTheOwner) {
   EXPECT_FALSE(lanes[0]->broken()) << lanes[0]->why_broken().what();
 }
 
+/// Whoever asks for something later times out without blaming the owner for it.
+TEST_F(LaneTest, ASettleThatNobodyAwaitsAsksTheOwnerForNothing) {
+  settle_nonce = kNonce + 1;
+  start({kWhole, kWhole}, false);
+  lanes[0]->submit(transfer);
+  while (!transfer->done()) lanes[0]->drive();
+  ASSERT_EQ(transfer->state(), TransferState::kSettled);
+  endpoint(0).late_polls_ = 1'000'000;  // its store is never answered
+  timeout_ns = std::chrono::nanoseconds(150ms).count();
+  start({kWhole, kWhole}, false);
+  std::this_thread::sleep_for(200ms);
+  lanes[0]->submit(transfer);
+  lanes[0]->drive();
+  EXPECT_EQ(transfer->status().code(), Code::kTimeout);
+  EXPECT_FALSE(lanes[0]->broken()) << lanes[0]->why_broken().what();
+}
+
 struct BrokenLaneTest : LaneTest, ::testing::WithParamInterface<size_t> {};
 INSTANTIATE_TEST_SUITE_P(Narrow, BrokenLaneTest, ::testing::Values(0));
 INSTANTIATE_TEST_SUITE_P(Wide, BrokenLaneTest, ::testing::Values(1));

@@ -183,6 +183,14 @@ TEST_F(TransferTest, ASeatThatNoLeaseCanHaveIsRefusedBeforeTheFirstRead) {
   }
 }
 
+TEST_F(TransferTest, WhoOnlyLooksDoesNotDriveTheLanes) {
+  auto transfer = start();
+  EXPECT_FALSE(transfer->wait(0));
+  EXPECT_EQ(drives, 0);
+  EXPECT_FALSE(transfer->wait(1));
+  EXPECT_EQ(drives, 1);
+}
+
 TEST_F(TransferTest, AnErrorWaitsForTheOtherStepsToBeDropped) {
   auto transfer = start();
   const Step a = transfer->next(kOneOp, false, 0, 1), b = transfer->next(kOneOp, false, 0, 1);
