@@ -312,13 +312,15 @@ class Served:
             late += bool(into.any())
         return early, late
 
-    def notes(self, count: int, within: float = 30) -> dict[str, list[bytes]]:
-        """Takes notifications until there are so many."""
+    def notes(self, count: int, of: str = "", within: float = 30) -> dict[str, list[bytes]]:
+        """Takes notifications until there are so many, of one agent or of all."""
         found: dict[str, list[bytes]] = {}
         until = time.monotonic() + within
-        while sum(map(len, found.values())) < count and time.monotonic() < until:
+        while time.monotonic() < until:
             for name, texts in self.agent.get_new_notifs().items():
                 found.setdefault(name if isinstance(name, str) else name.decode(), []).extend(texts)
+            if sum(len(texts) for name, texts in found.items() if of in ("", name)) >= count:
+                break
         return found
 
 
