@@ -154,7 +154,8 @@ test-transports: build $(VENV)/.checked ## the whole transport and fault suites,
 CAPI_PROGRAMS = kvlink_node kvlink_misuse kvlink_threads
 
 .PHONY: test-nixl
-test-nixl: build-cpp $(VENV)/.checked ## the backend in the wheels of NIXL, from PyPI; KVLINK_NIXL_SOURCES=DIR: NIXL's own tests too
+test-nixl: build $(VENV)/.checked ## the backend in the wheels of NIXL, from PyPI; KVLINK_NIXL_SOURCES=DIR: NIXL's own tests too
+	$(call cpp-build,cpp,$(WITH_CORE),--target kvlink_nixl)
 	pytest tests/nixl
 
 .PHONY: test-capi

@@ -48,6 +48,7 @@ class Mode:
         return f"{self.why} ({', '.join(given)})" if given else self.why
 
 
+_OVER_KVLINK = {"backend": "KVLINK"}
 _NO_ERRORS = {"ucx": {"ucx_error_handling_mode": "none"}}
 # UCX emulates reads there, by messages to the owner's process; its writes are copies.
 _MAPPED = ({"UCX_TLS": "posix,self"}, {"allocate": True, "push": True})
@@ -65,12 +66,15 @@ MODES = (
     Mode("nixl", "default", HOST, "its defaults: UCX takes process_vm_readv"),
     Mode("nixl", "fast", HOST, "without UCX's error handling", options=_NO_ERRORS),
     Mode("nixl", "posix", HOST, "UCX's shared memory alone", {"UCX_TLS": "posix,self"}, _NO_ERRORS),
+    Mode("nixl", "kvlink", HOST, "over kvlink's backend, which takes cma", options=_OVER_KVLINK),
     Mode("nixl", "tcp", TCP, "its defaults over TCP", {"UCX_TLS": "tcp"}),
     Mode("nixl", "tcp-vllm", TCP, "as vLLM sets it", {"UCX_TLS": "tcp"}, {"ucx": {"num_threads": "4"}}),
+    Mode("nixl", "kvlink-tcp", TCP, "over kvlink's backend", {"KVLINK_TRANSPORTS": "tcp"}, _OVER_KVLINK),
     Mode("nixl", "repost", REPEAT, "one handle, posted again", options={"repeat": True}),
     Mode(
         "nixl", "repost-fast", REPEAT, "without UCX's error handling", options={"repeat": True, **_NO_ERRORS}
     ),
+    Mode("nixl", "repost-kvlink", REPEAT, "over kvlink's backend", options={"repeat": True, **_OVER_KVLINK}),
     Mode("ucx", "direct", HOST, "its defaults: process_vm_readv"),
     Mode("ucx", "direct-again", REPEAT, "its defaults: process_vm_readv"),
     Mode("ucx", "direct-mapped", HOST, "memory of its own, written through a mapping", *_MAPPED),

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL agents as processes, each with a real wheel of NIXL and the plugin of this checkout.
 
-As a program, it is one agent: it evaluates what the test says, in a namespace with its agent and its memory.
+As a program it forks agents. Each evaluates what the test says, in a namespace with its agent and its memory.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pickle
+import random
+import select
+import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +49,15 @@ def environment(release: str = NEWEST, **more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(wheel(release)), "NIXL_PLUGIN_DIR": str(PLUGINS)} | more
 
 
+@contextmanager
+def reserved_port() -> Iterator[str]:
+    """Reserves a port that nobody else gets meanwhile, and at which a process that is told of it may listen."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield str(bound.getsockname()[1])
+
+
 def _read(pipe: IO[bytes]) -> Any:
     head = pipe.read(4)
     if len(head) < 4:
@@ -55,25 +71,83 @@ def _write(pipe: IO[bytes], value: object) -> None:
     pipe.flush()
 
 
+class Process:
+    """A process that a nursery forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended: int | None = None
+        with suppress(ProcessLookupError):
+            self._ended = os.pidfd_open(pid)
+
+    def poll(self, within_s: float | None = 0) -> bool:
+        """Returns whether it has ended."""
+        return self._ended is None or bool(select.select([self._ended], [], [], within_s)[0])
+
+    def wait(self) -> None:
+        self.poll(None)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal. Does nothing if the process has ended."""
+        if self._ended is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._ended, number)
+
+    def end(self) -> None:
+        """Kills it. Idempotent."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+        if self._ended is not None:
+            os.close(self._ended)
+        self._ended = None
+
+
+class Nursery:
+    """A process that has loaded NIXL, and forks agents: that takes a small part of the time of starting them."""
+
+    def __init__(self, release: str) -> None:
+        self._asked, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with answers:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(answers.fileno())],
+                pass_fds=[answers.fileno()],
+                env=environment(release, OPENBLAS_NUM_THREADS="1"),
+            )
+
+    def fork(self, name: str, more: dict[str, str]) -> tuple[Process, list[IO[bytes]]]:
+        """Returns an agent's process, and its three pipes."""
+        pipes = [os.pipe() for _ in range(3)]
+        (stdin, ours), *outputs = pipes
+        theirs = [stdin, *(write for _, write in outputs)]
+        socket.send_fds(self._asked, [pickle.dumps((name, more))], theirs)
+        for each in theirs:
+            os.close(each)
+        opened = [os.fdopen(ours, "wb"), *(os.fdopen(read, "rb") for read, _ in outputs)]
+        return Process(int(self._asked.recv(32))), opened
+
+    def close(self) -> None:
+        self._asked.close()
+        self._process.wait()
+
+
+@functools.cache
+def nursery(release: str) -> Nursery:
+    """Returns the nursery of this release, which lives as long as this process."""
+    made = Nursery(release)
+    atexit.register(made.close)
+    return made
+
+
 class Agent:
     """A process with one agent. Calling it evaluates an expression there, with the keywords as names."""
 
     def __init__(self, name: str, release: str = NEWEST, **more: str) -> None:
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment(release, **more),
-        )
-        assert self.process.stdin
-        assert self.process.stdout
-        assert self.process.stderr
+        self.process, (self._stdin, self._stdout, self._stderr) = nursery(release).fork(name, more)
         self._errors: list[bytes] = []
-        self._reader = threading.Thread(target=self._errors.extend, args=(self.process.stderr,), daemon=True)
+        self._reader = threading.Thread(target=self._errors.extend, args=(self._stderr,), daemon=True)
         self._reader.start()
-        self.started = _read(self.process.stdout)
+        self.started = _read(self._stdout)
 
     def __call__(self, expression: str, **names: object) -> Any:
         self.send(expression, **names)
@@ -81,43 +155,49 @@ class Agent:
 
     def send(self, expression: str, **names: object) -> None:
         """Begins a call whose answer() is taken later."""
-        assert self.process.stdin
-        _write(self.process.stdin, (expression, names))
+        _write(self._stdin, (expression, names))
 
     def answer(self) -> Any:
-        assert self.process.stdout
-        worked, value = _read(self.process.stdout)
+        worked, value = _read(self._stdout)
         if not worked:
             raise RuntimeError(value)
         return value
 
+    def counts(self) -> tuple[int, int]:
+        """Returns how many descriptors and threads it has."""
+        descriptors, threads = (
+            sum(1 for _ in Path(f"/proc/{self.process.pid}", each).iterdir()) for each in ("fd", "task")
+        )
+        return descriptors, threads
+
+    def has_answered(self, within_s: float) -> bool:
+        """Returns whether the answer of the call that was begun is there."""
+        return bool(select.select([self._stdout], [], [], within_s)[0])
+
     def said(self) -> str:
         """Returns the text on its standard error; all of it once the process has ended."""
-        if self.process.poll() is not None:
+        if self.process.poll():
             self._reader.join()
         return b"".join(self._errors).decode()
 
     def end(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
-        self.process.kill()
-        self.process.wait()
+        """Kills it. Idempotent."""
+        self.process.end()
         self._reader.join()
-        if self.process.stderr:
-            self.process.stderr.close()
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 @contextmanager
 def agents(*names: str, release: str = NEWEST, **more: str) -> Iterator[list[Agent]]:
     """Runs agents of these names."""
-    running: list[Agent] = []
-    try:
-        running.extend(Agent(name, release, **more) for name in names)
+    with ExitStack() as stack:
+        running: list[Agent] = []
+        for name in names:
+            running.append(Agent(name, release, **more))
+            stack.callback(running[-1].end)
         yield running
-    finally:
-        for agent in running:
-            agent.end()
 
 
 def introduce(reader: Agent, owner: Agent) -> None:
@@ -190,19 +270,89 @@ class Served:
         wanted = wanted[: pieces * size].reshape(pieces, size)[::-1].reshape(-1)
         return bool((self.memory[key][: pieces * size] == wanted).all())
 
-    def notes(self, count: int, within: float = 30) -> dict[str, list[bytes]]:
-        """Takes notifications until there are so many."""
+    def read_on(self, key: str, into: str, seed: int, times: int) -> dict[str, int]:
+        """Posts a handle of 64 pieces so many times, and returns how often each end came; `wrong` is one of them."""
+        memory = self.memory[into]
+        wanted = self.np.random.default_rng(seed).integers(0, 256, memory.nbytes, dtype=self.np.uint8)
+        wanted = wanted.reshape(64, -1)[::-1].reshape(-1)
+        ends = Counter[str]()
+        for _ in range(times):
+            end = self.wait(key)
+            ends[end] += 1
+            right = end != "DONE" or self.np.array_equal(memory, wanted)
+            memory.fill(0)
+            ends["wrong"] += not right or bool(memory.view(self.np.uint64).any())
+        return dict(ends)
+
+    def release_early(self, owner: str, at: int, size: int, times: int, seed: int) -> tuple[int, int]:
+        """Posts reads of 64 pieces, and releases each after a random time. Returns how many were under way then, and
+        how many left bytes that came late: each of several memories is looked at right away and at its next turn.
+        """
+        chosen, keys = random.Random(seed), [f"into{number}" for number in range(4)]
+        for key in keys:
+            self.register(key, size)
+        start = time.perf_counter()
+        self.prepare("early", owner, keys[0], at, 64, size // 64)
+        for _ in range(10):
+            assert self.wait("early") == "DONE"
+        whole = (time.perf_counter() - start) / 10
+        self.memory[keys[0]].fill(0)
+        early = late = 0
+        for turn in range(times):
+            into = self.memory[keys[turn % len(keys)]].view(self.np.uint64)
+            late += bool(into.any())
+            self.prepare("early", owner, keys[turn % len(keys)], at, 64, size // 64)
+            self.agent.transfer(self.handles["early"])
+            until = time.perf_counter() + chosen.uniform(0, 1.5 * whole)
+            while time.perf_counter() < until:
+                pass
+            early += turn % 2 and self.agent.check_xfer_state(self.handles["early"]) == "PROC"
+            self.agent.release_xfer_handle(self.handles.pop("early"))
+            into.fill(0)
+            late += bool(into.any())
+        return early, late
+
+    def notes(self, count: int, of: str = "", within: float = 30) -> dict[str, list[bytes]]:
+        """Takes notifications until there are so many, of one agent or of all."""
         found: dict[str, list[bytes]] = {}
         until = time.monotonic() + within
-        while sum(map(len, found.values())) < count and time.monotonic() < until:
+        while time.monotonic() < until:
             for name, texts in self.agent.get_new_notifs().items():
                 found.setdefault(name if isinstance(name, str) else name.decode(), []).extend(texts)
+            if sum(len(texts) for name, texts in found.items() if of in ("", name)) >= count:
+                break
         return found
+
+
+def nurse(number: int) -> None:
+    """Forks an agent for each message with a name, variables and three pipes, until the socket is closed."""
+    import nixl_cu12._api  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    with socket.socket(fileno=number) as asked:
+        while True:
+            message, pipes, _, _ = socket.recv_fds(asked, 65536, 3)
+            if not message:
+                return
+            pid = os.fork()
+            if not pid:
+                break
+            asked.send(b"%d" % pid)
+            for pipe in pipes:
+                os.close(pipe)
+    for at, pipe in enumerate(pipes):
+        os.dup2(pipe, at)
+        os.close(pipe)
+    name, more = pickle.loads(message)
+    os.environ.update(more)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    serve(name)
+    os._exit(0)
 
 
 def serve(name: str) -> None:
     """Runs one agent until its standard input ends."""
-    calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    calls, answers = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
         served = Served(name)
@@ -223,4 +373,4 @@ def serve(name: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    nurse(int(sys.argv[1]))

@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ WRITES = {
 
 def sources(*parts: str) -> Path:
     return Path(os.environ["KVLINK_NIXL_SOURCES"]).joinpath(*parts)
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens there, as the kernel says: a connection might disturb him."""
+    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    return re.search(rf":{port:04X} 0+:0000 0A ", tables) is not None
 
 
 def test_the_tests_of_its_python_api(tmp_path: Path) -> None:
@@ -65,6 +72,9 @@ def test_its_example_of_two_peers_reads_until_it_writes() -> None:
     common = [sys.executable, program, "--ip", "127.0.0.1", "--port", port, "--backend", "KVLINK"]
     target = subprocess.Popen([*common, "--mode", "target"], env=environment(), stderr=subprocess.DEVNULL)
     try:
+        while not listens(int(port)):  # the initiator dials once
+            assert target.poll() is None
+            time.sleep(0.05)
         ran = subprocess.run(common, env=environment(), capture_output=True, text=True)
     finally:
         target.kill()

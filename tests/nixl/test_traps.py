@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from agents import Agent, agents, introduce
+from agents import Agent, agents, introduce, reserved_port
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(300)]
 
@@ -178,10 +176,7 @@ def test_a_peer_that_restarted_is_refused_and_known_again_with_new_metadata() ->
 
 
 def test_another_process_at_the_address_gets_no_secret_and_gives_no_bytes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with agents("reader", KVLINK_TRANSPORTS="tcp") as (reader,):
+    with reserved_port() as port, agents("reader", KVLINK_TRANSPORTS="tcp") as (reader,):
         reader("register('into', 1 << 20)")
         with agents("owner", KVLINK_TRANSPORTS="tcp", KVLINK_NIXL_PORT=port) as (owner,):
             at = pool(owner)
@@ -219,10 +214,10 @@ def test_a_stopped_peer_ends_a_transfer_within_the_deadline(path: str) -> None:
         introduce(reader, owner)
         read(reader, at)
         assert reader("wait('read')") == "DONE"
-        os.kill(owner.process.pid, signal.SIGSTOP)
+        owner.process.signal(signal.SIGSTOP)
         # The kernel copies out of a stopped process as well; its memory is what it was.
         assert (reader("wait('read')") == "DONE") == (path == "cma")
-        os.kill(owner.process.pid, signal.SIGCONT)
+        owner.process.signal(signal.SIGCONT)
         assert reader("wait('read')") == "DONE", reader.said()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,18 @@ _MEMORY = "DRAM"
 class Nixl:
     """One agent with its progress thread, which an owner without calls needs.
 
-    Options: `ucx` has UCX's settings; with `repeat` the handle of a transfer is made before it is timed.
+    Options: `ucx` has UCX's settings; `backend` names another one than UCX, which is kvlink's; with `repeat` the handle
+    of a transfer is made before it is timed.
     """
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = version("nixl-cu12")
         self._blocks, self._repeats = blocks, bool(options.get("repeat"))
+        backend = options.get("backend", "UCX")
+        if backend != "UCX":
+            os.environ["NIXL_PLUGIN_DIR"] = _kvlinks_folder()
         self._agent = nixl_agent(options["name"], nixl_agent_config(backends=[]))
-        self._agent.create_backend("UCX", options.get("ucx", {}))
+        self._agent.create_backend(backend, options.get("ucx", {}))
         self._agent.register_memory([(blocks.address, blocks.num_bytes, 0, "")], _MEMORY)
 
     def card(self) -> str:
@@ -68,6 +74,13 @@ class Nixl:
         size = self._blocks.block_bytes
         starts = base + np.arange(self._blocks.num_blocks, dtype=np.uint64) * np.uint64(size)
         return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+
+
+def _kvlinks_folder() -> str:
+    spec = find_spec("kvlink_nixl")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("kvlink's backend is not in this environment: pip install packaging/nixl")
+    return next(iter(spec.submodule_search_locations))
 
 
 make = Nixl

@@ -3,6 +3,7 @@
 #include "channel/channel.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -185,18 +186,37 @@ TEST(Channel, SettlesAndRenewsAsTheAgentDoes) {
   EXPECT_EQ(*client->card(10 * kSecond), "a sealed card");
 }
 
+/// A port that the kernel gives to nobody meanwhile, and that refuses connections: bound, and not listening.
+/// Who names it may listen there.
+struct ReservedPort {
+  UniqueFd socket{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  uint16_t number = 0;
+
+  ReservedPort() {
+    sockaddr_in at{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    auto* const any = reinterpret_cast<sockaddr*>(&at);
+    socklen_t bytes = sizeof(at);
+    const int on = 1;
+    EXPECT_EQ(::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)), 0);
+    EXPECT_EQ(::bind(socket.get(), any, bytes), 0);
+    EXPECT_EQ(::getsockname(socket.get(), any, &bytes), 0);
+    number = ntohs(at.sin_port);
+  }
+};
+
 TEST(Channel, ARestartedOwnerAtTheSameAddressIsRefused) {
+  const ReservedPort port;
   Worker reader({"tcp"}, {}, 8);
   ChannelAddress before;
   {
     Worker owner({"tcp"});
-    owner.listen();
+    owner.listen(port.number);
     before = owner.address;
   }
   const Status gone = reader.channel->dial(before, kSecond).status();
   EXPECT_EQ(gone.code(), Code::kPeerUnreachable) << gone.what();
   Worker again({"tcp"});
-  again.listen((*parse_address(before.addresses[0])).port);
+  again.listen(port.number);
   ASSERT_EQ(again.address.addresses, before.addresses);
   const Status restarted = reader.channel->dial(before, 10 * kSecond).status();
   EXPECT_EQ(restarted.code(), Code::kStaleBlocks);
