@@ -73,7 +73,7 @@ def single() -> dict[tuple[int, ...], Tokens | None]:
 
 @pytest.fixture(scope="module")
 def pair(single: object) -> Iterator[Pair]:
-    """What cannot be loaded is computed, so loads are counted, too. The one server has ended."""
+    """Decode computes the cache that it cannot load, so loads are counted, too. The one server has ended."""
     with pair_of(
         "NixlConnector",
         MODEL,
