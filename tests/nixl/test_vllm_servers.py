@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector over the backend: a prefill and a decode server give the tokens that one server gives.
 
-KVLINK_NIXL_REQUESTS says of how many requests (500 on the page), KVLINK_NIXL_KILLS how often prefill is killed (3).
+KVLINK_NIXL_REQUESTS says for how many requests, KVLINK_NIXL_KILLS how often prefill is killed.
 """
 
 from __future__ import annotations
