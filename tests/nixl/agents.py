@@ -286,7 +286,7 @@ class Served:
 
     def release_early(self, owner: str, at: int, size: int, times: int, seed: int) -> tuple[int, int]:
         """Posts reads of 64 pieces, and releases each after a random time. Returns how many were under way then, and
-        how many left bytes that came late: each of several memories is looked at right away and at its next turn.
+        how many left bytes that came late: each of several memories is read right away and at its next turn.
         """
         chosen, keys = random.Random(seed), [f"into{number}" for number in range(4)]
         for key in keys:

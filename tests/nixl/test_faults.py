@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that are killed, stopped or come and go while others read, and what that leaves behind.
 
-KVLINK_NIXL_ROUNDS says how often; the figures on the page are from 1000.
+KVLINK_NIXL_ROUNDS says how often.
 """
 
 from __future__ import annotations

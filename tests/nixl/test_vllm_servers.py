@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector over the backend: a prefill and a decode server give the tokens that one server gives.
 
-KVLINK_NIXL_REQUESTS says of how many requests (500 on the page), KVLINK_NIXL_KILLS how often prefill is killed (3).
+KVLINK_NIXL_REQUESTS says for how many requests, KVLINK_NIXL_KILLS how often prefill is killed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def single() -> dict[tuple[int, ...], Tokens | None]:
 
 @pytest.fixture(scope="module")
 def pair(single: object) -> Iterator[Pair]:
-    """What cannot be loaded is computed, so loads are counted, too. The one server has ended."""
+    """Decode computes the cache that it cannot load, so loads are counted, too. The one server has ended."""
     with pair_of(
         "NixlConnector",
         MODEL,
