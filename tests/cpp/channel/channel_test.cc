@@ -193,7 +193,9 @@ struct ReservedPort {
   uint16_t number = 0;
 
   ReservedPort() {
-    sockaddr_in at{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     auto* const any = reinterpret_cast<sockaddr*>(&at);
     socklen_t bytes = sizeof(at);
     const int on = 1;
