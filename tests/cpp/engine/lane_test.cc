@@ -328,7 +328,7 @@ TEST_P(StalledLaneTest, BlamesNotTheOwner) {
   EXPECT_FALSE(lanes[0]->broken()) << lanes[0]->why_broken().what();
 }
 
-/// Whoever asks for something later times out without blaming the owner for it.
+/// A later pull that times out does not blame the owner for the settle.
 TEST_F(LaneTest, ASettleThatNobodyAwaitsAsksTheOwnerForNothing) {
   settle_nonce = kNonce + 1;
   start({kWhole, kWhole}, false);
