@@ -24,8 +24,7 @@ namespace {
 // millisecond.
 constexpr int kSweepMs = 1;
 constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
-constexpr uint64_t kScratchBytes = 1 << 20;   // 16,384 pulls in flight
-constexpr int64_t kAcceptNs = 2'000'000'000;  // for all lanes of a reader
+constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 constexpr char kStarting[] = "cannot start this worker";
 
 /// Returns whether readers announce in the lease slot which connection reads, so that it can be cut off.
@@ -328,15 +327,9 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
   Accepted accepted{announces(*state->transport) ? id : 0, {}};
   Status why;
-  const int64_t ends = now_ns() + kAcceptNs;
-  for (const std::string& hello : hellos) {
-    if (now_ns() >= ends) {  // a lane that connects takes microseconds
-      accepted.replies.resize(hellos.size());
-      break;
-    }
-    const Result<std::string> reply = state->transport->accept({id, caller}, hello);
+  for (Result<std::string>& reply : state->transport->accept_lanes({id, caller}, hellos)) {
     if (!reply.ok()) why = reply.status();
-    accepted.replies.push_back(reply.ok() ? *reply : std::string());  // empty: not this lane
+    accepted.replies.push_back(reply.ok() ? std::move(*reply) : std::string());  // empty: not this lane
   }
   const bool none =
       std::all_of(accepted.replies.begin(), accepted.replies.end(), std::mem_fn(&std::string::empty));

@@ -44,6 +44,10 @@ class WrappedTransport : public Transport {
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
     return inner_->accept(reader, hello);
   }
+  std::vector<Result<std::string>> accept_lanes(ReaderId reader,
+                                                std::span<const std::string> hellos) override {
+    return inner_->accept_lanes(reader, hellos);
+  }
   bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }
   void serve() override { inner_->serve(); }
   void close() override { inner_->close(); }

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -98,6 +99,14 @@ class Transport {
   /// Admits the reader that sent `hello`. Callers share the room for readers that have not connected yet: a
   /// flood by one caller drops only its own.
   virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;
+  /// The same for all lanes of a connection, in their order. Lanes that may wait for different networks wait
+  /// side by side.
+  virtual std::vector<Result<std::string>> accept_lanes(ReaderId reader,
+                                                        std::span<const std::string> hellos) {
+    std::vector<Result<std::string>> replies;
+    for (const std::string& hello : hellos) replies.push_back(accept(reader, hello));
+    return replies;
+  }
   /// Cuts every endpoint admitted under `connection_id` (0: none): on return none of them gets another byte.
   /// With Capabilities::guards, no reader is sent another byte under a guard that fails now. Returns false if
   /// there is no such connection or it cannot be fenced.

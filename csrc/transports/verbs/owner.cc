@@ -29,7 +29,7 @@ constexpr size_t kMostServed = kServedCqes / kServedWrs;  // or their completion
 constexpr ptrdiff_t kMostOfOne = kMostServed / 2;         // of one caller's: the others get in
 constexpr int64_t kExpectedNs = 30'000'000'000;           // from reply to connection
 constexpr uint64_t kTimer = UINT64_MAX;
-constexpr size_t kMostRefused = 64;
+constexpr int64_t kConnectNs = 2'000'000'000;  // for all lanes of a reader at one port
 
 }  // namespace
 
@@ -104,20 +104,49 @@ std::vector<std::unique_ptr<Qp>> Owner::dismiss(size_t port) {
   return left;
 }
 
-Result<std::string> Owner::admit(ReaderId reader, const Hello& hello) {
+std::vector<Result<std::string>> Owner::admit(ReaderId reader, std::span<const std::string> hellos) {
+  std::vector<Result<std::string>> replies(hellos.size(),
+                                           Status::AccessDenied("the reader's hello is malformed"));
+  std::vector<std::vector<Lane>> by_port(ports_.size());
+  for (size_t lane = 0; lane < hellos.size(); ++lane) {
+    const auto hello = Hello::parse(hellos[lane]);
+    if (!hello) continue;
+    if (hello->owner_nic < by_port.size())
+      by_port[hello->owner_nic].push_back({*hello, &replies[lane]});
+    else
+      replies[lane] = Status::AccessDenied("the reader asks for a port that does not exist");
+  }
+  std::erase_if(by_port, std::mem_fn(&std::vector<Lane>::empty));
+  std::vector<std::future<void>> others;  // ended by their destructors
+  for (const std::vector<Lane>& lanes : by_port) {
+    const auto job = [this, reader, &lanes] { admit_at_port(reader, lanes); };
+    if (&lanes != &by_port.back()) others.push_back(aside(job));
+    if (&lanes == &by_port.back() || !others.back().valid()) job();
+  }
+  others.clear();
+  return replies;
+}
+
+void Owner::admit_at_port(ReaderId reader, std::span<const Lane> lanes) {
+  const int64_t ends = now_ns() + kConnectNs;
+  Status why;
+  for (const Lane& lane : lanes) {
+    if (why.ok() && now_ns() >= ends)
+      why = Status::Unreachable("the reader's other lanes took too long to connect");
+    *lane.reply = why.ok() ? admit_lane(reader, lane.hello) : why;
+    if (!lane.reply->ok()) why = lane.reply->status();
+  }
+}
+
+Result<std::string> Owner::admit_lane(ReaderId reader, const Hello& hello) {
   const size_t port = hello.owner_nic;
-  if (port >= ports_.size()) return Status::AccessDenied("the reader asks for a port that does not exist");
   const auto opened = reserve(reader, port);
   if (!opened.ok()) return opened.status();
   Served served{reader.connection_id, reader.caller, port, nullptr};
   Result<std::string> reply = connect(**opened, hello, served);  // the kernel may look for the peer for long
   std::lock_guard lock(mutex_);
   admitting_.erase(std::find(admitting_.begin(), admitting_.end(), reader.caller));
-  if (!reply.ok()) {
-    refused_.push_back({reader.connection_id, port, reply.status()});
-    if (refused_.size() > kMostRefused) refused_.pop_front();
-    return reply;
-  }
+  if (!reply.ok()) return reply;
   if (closed_) return Status::Unavailable("this worker is closed", {});
   if ((*opened)->nic->removed()) return (*opened)->nic->check();
   served_.push_back(std::move(served));
@@ -130,9 +159,6 @@ Result<std::shared_ptr<const OpenPort>> Owner::reserve(ReaderId reader, size_t p
   if (Status status = opened->nic->check(); !status.ok()) return status;
   std::lock_guard lock(mutex_);
   if (closed_) return Status::Unavailable("this worker is closed", {});
-  for (const Refused& refused : refused_) {
-    if (refused.connection_id == reader.connection_id && refused.port == port) return refused.why;
-  }
   if (Status status = check_room(reader); !status.ok()) return status;
   admitting_.push_back(reader.caller);
   return opened;

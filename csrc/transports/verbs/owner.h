@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -25,8 +24,9 @@ class Owner {
   static Result<std::unique_ptr<Owner>> make(Ports& ports, LivenessTimeouts timeouts);
   ~Owner() { close(); }
 
-  /// Returns the reply's blob. Refuses a caller that already has its share of the served queue pairs.
-  Result<std::string> admit(ReaderId reader, const Hello& hello);
+  /// Returns the blob of the reply to each lane. Refuses a caller that already has its share of the served
+  /// queue pairs. The kernel may look for the reader's address for a second, so ports connect side by side.
+  std::vector<Result<std::string>> admit(ReaderId reader, std::span<const std::string> hellos);
   /// On return no byte reaches a queue pair that was admitted under this id. Returns true if there was one.
   bool fence(uint64_t connection_id);
 
@@ -46,11 +46,9 @@ class Owner {
     int64_t expected_ns = 0;  // until when; 0: it is connected
   };
 
-  /// A port that did not connect to a reader, whose other lanes would take as long to fail.
-  struct Refused {
-    uint64_t connection_id;
-    size_t port;
-    Status why;
+  struct Lane {
+    Hello hello;
+    Result<std::string>* reply;
   };
   /// A queue pair and the port of whose queue it is.
   struct Ended {
@@ -65,6 +63,9 @@ class Owner {
   void look_after_ports();
   void accept_caller(size_t port, CmCaller caller);
   void probe_readers();
+  /// Connects lanes of one port. The first that is refused ends the others, which would take as long to fail.
+  void admit_at_port(ReaderId reader, std::span<const Lane> lanes);
+  Result<std::string> admit_lane(ReaderId reader, const Hello& hello);
   /// Counts a reader as served while it connects. Returns the port.
   Result<std::shared_ptr<const OpenPort>> reserve(ReaderId reader, size_t port);
   Status check_room(ReaderId reader) const;
@@ -91,7 +92,6 @@ class Owner {
   std::mutex mutex_;  // guards everything below; no call that may wait for a peer or a driver is under it
   std::vector<Served> served_;
   std::vector<uint64_t> admitting_;  // callers of readers that connect now
-  std::deque<Refused> refused_;      // the latest
   std::vector<Ended> ended_;
   bool closed_ = false;
 };

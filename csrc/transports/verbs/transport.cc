@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // verbs: RDMA READ over reliable connected queue pairs, libibverbs opened at run time.
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "transports/factories.h"
@@ -86,9 +87,11 @@ class VerbsTransport final : public Transport {
   }
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override;
   Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    const auto parsed = Hello::parse(hello);
-    if (!parsed) return Status::AccessDenied("the reader's hello is malformed");
-    return owner_->admit(reader, *parsed);
+    return std::move(owner_->admit(reader, std::array{std::string(hello)}).front());
+  }
+  std::vector<Result<std::string>> accept_lanes(ReaderId reader,
+                                                std::span<const std::string> hellos) override {
+    return owner_->admit(reader, hellos);
   }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }
 

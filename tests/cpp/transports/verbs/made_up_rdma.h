@@ -34,8 +34,9 @@ struct Device {
   std::deque<ibv_wc> completions;
   uint32_t next_qpn = 17;
   bool closed = false;
-  std::function<int()> on_rtr = [] { return 0; };  // the kernel's search for the other end's address
-  std::function<void()> on_destroy = [] {};        // of a queue pair
+  /// The kernel's search for the address of the other end, whose queue pair it is given.
+  std::function<int(uint32_t)> on_rtr = [](uint32_t) { return 0; };
+  std::function<void()> on_destroy = [] {};  // of a queue pair
 
   std::vector<Asked> all(const std::string& what) {
     std::lock_guard lock(mutex);
@@ -107,7 +108,7 @@ inline int poll_cq(ibv_cq*, int most, ibv_wc* into) {
 }
 
 inline int modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int) {
-  if (attributes->qp_state == IBV_QPS_RTR) return device->on_rtr();
+  if (attributes->qp_state == IBV_QPS_RTR) return device->on_rtr(attributes->dest_qp_num);
   if (attributes->qp_state != IBV_QPS_ERR) return 0;
   note({"halt", qp->qp_num});
   std::lock_guard lock(device->mutex);

@@ -52,9 +52,12 @@ class VerbsOwner : public ::testing::Test {
     device = nullptr;
   }
 
+  Result<std::string> admit(ReaderId reader, const Hello& hello) {
+    return owner->admit(reader, std::array{hello.format()}).front();
+  }
   /// Admits a reader and returns the number of its queue pair here.
   uint32_t admit(ReaderId reader) {
-    const auto reply = owner->admit(reader, {0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}});
+    const auto reply = admit(reader, {0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}});
     EXPECT_TRUE(reply.ok()) << reply.status().what();
     return Reply::parse(*reply)->owner.qpn;
   }
@@ -96,7 +99,7 @@ TEST_F(VerbsOwner, ADeviceThatCarriesNothingAnyMoreIsLetGoOfAllTheSame) {
 
 TEST_F(VerbsOwner, NobodyIsAdmittedOnceItIsGone) {
   remove_device();
-  const auto reply = owner->admit(1, {0, {.qpn = 99, .mtu = 1}});
+  const auto reply = admit(1, {0, {.qpn = 99, .mtu = 1}});
   EXPECT_EQ(reply.status().code(), Code::kTransportUnavailable);
   EXPECT_EQ(reply.status().what(), "RDMA port made_up:1 was removed");
 }
@@ -115,10 +118,9 @@ TEST_F(VerbsOwner, AFencedReaderIsToldAndNoOther) {
 TEST_F(VerbsOwner, OneCallerCannotTakeAllQueuePairs) {
   const Hello hello{0, {.qpn = 99, .mtu = 1, .reads_out = 1, .reads_in = 1}};
   size_t admitted = 0;
-  while (admitted < kServedCqes && owner->admit({1, 7}, hello).ok()) ++admitted;
+  while (admitted < kServedCqes && admit({1, 7}, hello).ok()) ++admitted;
   EXPECT_EQ(admitted, kServedCqes / kServedWrs / 2);
-  EXPECT_NE(owner->admit({1, 7}, hello).status().what().find("of this reader's process or host"),
-            std::string::npos);
+  EXPECT_NE(admit({1, 7}, hello).status().what().find("of this reader's process or host"), std::string::npos);
   admit({2, 8});
   EXPECT_TRUE(owner->fence(1));
   admit({3, 7});
@@ -128,14 +130,13 @@ TEST_F(VerbsOwner, OneCallerCannotTakeAllQueuePairs) {
 TEST_F(VerbsOwner, AReaderThatIsNotFoundKeepsNobodyWaiting) {
   admit(1);
   stops = true;
-  made_up.on_rtr = [&] {
+  made_up.on_rtr = [&](uint32_t) {
     if (!stops.exchange(false)) return 0;
     gate.pass();
     return ETIMEDOUT;
   };
-  std::thread unreachable([&] {
-    EXPECT_EQ(owner->admit({2, 8}, {0, {.qpn = 99, .mtu = 1}}).status().code(), Code::kPeerUnreachable);
-  });
+  std::thread unreachable(
+      [&] { EXPECT_EQ(admit({2, 8}, {0, {.qpn = 99, .mtu = 1}}).status().code(), Code::kPeerUnreachable); });
   gate.entered.wait();
   owner->serve();
   EXPECT_TRUE(owner->fence(1));
@@ -146,15 +147,43 @@ TEST_F(VerbsOwner, AReaderThatIsNotFoundKeepsNobodyWaiting) {
 
 TEST_F(VerbsOwner, TheFirstRefusalOfAPortEndsTheOtherLanesOfItsReader) {
   int num_tries = 0;
-  made_up.on_rtr = [&] {
+  made_up.on_rtr = [&](uint32_t) {
     ++num_tries;
     return ETIMEDOUT;
   };
-  const Hello hello{0, {.qpn = 99, .mtu = 1}};
-  for (int lane = 0; lane < 4; ++lane) EXPECT_FALSE(owner->admit({1, 7}, hello).ok());
+  const std::vector<std::string> hellos(4, Hello{0, {.qpn = 99, .mtu = 1}}.format());
+  for (const auto& reply : owner->admit({1, 7}, hellos))
+    EXPECT_EQ(reply.status().code(), Code::kPeerUnreachable);
   EXPECT_EQ(num_tries, 1);
-  EXPECT_FALSE(owner->admit({2, 7}, hello).ok());
+  EXPECT_FALSE(owner->admit({2, 7}, hellos).front().ok());
   EXPECT_EQ(num_tries, 2) << "its next connection may find it";
+}
+
+TEST_F(VerbsOwner, APortThatFindsNobodyKeepsNoLaneOfAnotherPortWaiting) {
+  ibv_pd of_second{};
+  const auto two = *Ports::make({testing::open_nic(pd), testing::open_nic(of_second)}, [](const NicPlace&) {
+    return Result<std::shared_ptr<Nic>>(Status::Config("it does not come back"));
+  });
+  const auto both = *Owner::make(*two, LivenessTimeouts{});
+  const auto lane = [](uint32_t port, uint32_t peer) {
+    return Hello{port, {.qpn = peer, .mtu = 1}}.format();
+  };
+  constexpr uint32_t kNobody = 13;
+  for (const uint32_t healthy : {0U, 1U}) {
+    std::latch connecting{2};  // the lanes of the healthy port
+    made_up.on_rtr = [&](uint32_t peer) {
+      if (peer != kNobody) connecting.count_down();
+      if (peer == kNobody) connecting.wait();
+      return peer == kNobody ? ETIMEDOUT : 0;
+    };
+    const auto peer = [&](uint32_t port) { return port == healthy ? 1 : kNobody; };
+    const std::vector<std::string> hellos{lane(0, peer(0)), lane(1, peer(1)), lane(0, peer(0)),
+                                          lane(1, peer(1)), "nonsense",       lane(2, 1)};
+    const auto replies = both->admit({1 + healthy, 7}, hellos);
+    for (size_t i = 0; i < 4; ++i) EXPECT_EQ(replies[i].ok(), i % 2 == healthy) << i;
+    EXPECT_EQ(replies[4].status().code(), Code::kAccessDenied);
+    EXPECT_EQ(replies[5].status().code(), Code::kAccessDenied);
+  }
 }
 
 // A driver takes tens of seconds for the commands of a device that is dead.
