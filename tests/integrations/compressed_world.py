@@ -245,6 +245,8 @@ def moved(case: Case) -> Result:
         for worker in (*decode.workers, *prefill.workers):
             worker.close()
     wrong = _differences(case, prefill, decode, before, rows, end, loaded=loaded)
+    if loaded != _can_load(case, prefill, end):
+        wrong.append(f"the load {'succeeded without a block at prefill' if loaded else 'failed'}")
     return Result(loaded, end, bool(pair.parts), wrong)
 
 
@@ -260,6 +262,8 @@ class Pair:
         self.seats, self.needed = seats, tuple(needed)
         self.ranks = [worker.rank_info for worker in prefill.workers]
         self.parts: list[Part] = []
+        self.ended: list[set[str]] = [set() for _ in decode.workers]
+        """By rank of decode, the loads that have ended. A worker reports each once, perhaps before the last chunk."""
         self.failed = False
         decisions, guard = StreamDecisions(), RequestGuard(logging.getLogger())
         grows = [not group.window for group in case.groups]
@@ -289,10 +293,7 @@ class Pair:
         self._step(self.prefill, granted={"r": self.seats}, handed_off={"r": HandedOff(1, 3600.0)})
         handoff = self._handoff(tuple(self.prefill.blocks), self.case.prompt)
         self._step(self.decode, loads=[self._load(handoff, in_parts=False)])
-        loaded = self._ends()
-        if loaded and self.case.tps == (1, 1):  # else there may be ranks that none reads from
-            eventually(lambda: "r" in self.prefill.workers[0].results().sent)
-        return loaded
+        return self._ends(settles=True)
 
     def _load(self, handoff: Handoff, *, in_parts: bool) -> Load:
         into = tuple(self.decode.blocks)
@@ -317,27 +318,31 @@ class Pair:
             chunk = {"r": Chunk(more, end - begun)}
             written = self.outgoing.advance(chunk, self.ranks, lambda *given: self._handoff(*given[2:4]))
             self._step(self.decode, parts={"x": self.parts[passed:]})
-            for worker in self.decode.workers:
-                self.failed |= bool(worker.results().failed)
+            self._all_ended()
             _compute(self.case, self.prefill, self.rows, begun, end)
             for worker in self.prefill.workers:
                 worker.computed(written)
             passed, had, self.request.num_computed_tokens = len(self.parts), counts, end
         self.outgoing.finish("r", self.ranks[0], self._handoff(tuple(self.prefill.blocks), self.case.prompt))
+        self._step(self.prefill, handed_off={"r": HandedOff(1, 3600.0)})
         self._step(self.decode, parts={"x": self.parts[passed:]})
-        return self._ends()
+        return self._ends(settles=self.parts[-1].sure)
 
-    def _ends(self) -> bool:
-        for worker in self.decode.workers:
-            ended: set[str] = set()
-            eventually(lambda worker=worker, ended=ended: self._has_ended(worker, ended))
+    def _ends(self, *, settles: bool) -> bool:
+        """Waits for the end of the load, and for that of the lease if the load settles it."""
+        eventually(self._all_ended)
+        if (
+            settles and not self.failed and self.case.tps == (1, 1)
+        ):  # else there may be ranks that none reads from
+            eventually(lambda: "r" in self.prefill.workers[0].results().sent)
         return not self.failed
 
-    def _has_ended(self, worker: WorkerSide, ended: set[str]) -> bool:
-        results = worker.results()
-        ended.update(results.received)
-        self.failed |= bool(results.failed)
-        return "x" in ended
+    def _all_ended(self) -> bool:
+        for worker, ended in zip(self.decode.workers, self.ended, strict=True):
+            results = worker.results()
+            ended.update(results.received)
+            self.failed |= bool(results.failed)
+        return all("x" in ended for ended in self.ended)
 
 
 def _differences(
@@ -371,7 +376,19 @@ def _differences(
     return wrong
 
 
+def _can_load(case: Case, prefill: End, end: int) -> bool:
+    """Returns whether prefill still has a block for each token that decode needs."""
+    return all(
+        blocks[token // group.theirs]
+        for group, blocks in zip(case.groups, prefill.blocks, strict=True)
+        for token in range(max(_first_read(case, group, end), case.cached), end)
+    )
+
+
+def _first_read(case: Case, group: Group, end: int) -> int:
+    return max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
+
+
 def _is_read(case: Case, group: Group, layer: Layer, token: int, end: int) -> bool:
     """Returns whether decode reads the row that begins with a token, and had it not cached."""
-    first = max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
-    return token >= first and case.cached < token + layer.row_tokens <= end
+    return token >= _first_read(case, group, end) and case.cached < token + layer.row_tokens <= end
