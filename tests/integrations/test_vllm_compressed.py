@@ -16,8 +16,8 @@ from hypothesis import given, seed, settings
 from kvlink.integrations.vllm.model import caches
 
 V4 = (
-    Group((Layer(4, 12), Layer(4, 3), Layer(128, 12)), 256, 256),
-    Group((Layer(1, 12),), 64, 64, window=128),
+    Group((Layer(4, 12, 2), Layer(4, 3, 1), Layer(128, 12, 2)), 256, 256),
+    Group((Layer(1, 12, 2),), 64, 64, window=128),
     Group((Layer(1, 12),), 4, 4, window=8),
     Group((Layer(1, 12),), 8, 8, window=128),
 )
@@ -79,3 +79,13 @@ def test_a_load_in_parts_of_no_row_may_end_before_the_last_chunk(
 def test_caches_as_deepseek_v4_has_them(prompt: int, tps: tuple[int, int]) -> None:
     result = moved(Case(V4, prompt, 0, tps, (True, True), 1))
     assert result.wrong == []
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("chunks", [(), (64, 70)], ids=["at once", "in parts"])
+def test_scales_behind_the_values_of_a_page_come_along(tps: tuple[int, int], chunks: tuple[int, ...]) -> None:
+    """The prompt ends within a page, as do an indexer's beside MLA (GLM-5)."""
+    glm = (Group((Layer(1, 12), Layer(1, 5, 1)), 64, 64),)
+    for packed in (True, False):
+        result = moved(Case(glm, 75, 0, tps, (packed, packed), 1, chunks))
+        assert result == Result(True, 75, bool(chunks), [])
