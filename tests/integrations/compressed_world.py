@@ -23,12 +23,12 @@ from kvlink import WorkerConfig
 from kvlink.integrations.request_guard import RequestGuard
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.model.windows import Window, loadable, needed_from
-from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
+from kvlink.integrations.vllm.prefill.lease_slots import SharedSeats, SlotGroups
 from kvlink.integrations.vllm.prefill.outgoing import Chunk, Outgoing
 from kvlink.integrations.vllm.stream_decisions import StreamDecisions
 from kvlink.integrations.vllm.wire.handoff import Handoff, Owner, prompt_digest
 from kvlink.integrations.vllm.wire.handoff_parts import STREAM, Part
-from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, StepCommands
+from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, SoftLease, StepCommands
 from kvlink.integrations.vllm.worker import WorkerSide
 
 CONFIG = WorkerConfig(transports="loopback", lease_slots=16, timeout_s=20.0)
@@ -78,6 +78,8 @@ class Case:
     seed: int
     chunks: tuple[int, ...] = ()
     """Where prefill's chunks end before the prompt does. With some, decode follows it, if its groups allow that."""
+    offer: str = "hard"
+    """"soft" hands full blocks off that stay in prefill's cache, and "evicted" gives one of them new content first."""
 
 
 @st.composite
@@ -263,6 +265,8 @@ def moved(case: Case) -> Result:
     rng = random.Random(case.seed)
     windows = [Window(group.window, group.ours) if group.window else None for group in case.groups]
     end = loadable(windows, case.prompt, case.prompt)
+    if case.offer != "hard":
+        end -= end % case.groups[0].theirs
     prefill = _end(case, True, case.prompt, case.prompt, rng, UNWRITTEN)
     decode = _end(case, False, end, case.prompt, rng, BEFORE)
     rows = _rows(case, rng)
@@ -271,12 +275,15 @@ def moved(case: Case) -> Result:
         _start(case, prefill, True, "p")
         _start(case, decode, False, "d")
         pair = Pair(case, prefill, decode, rows, end, needed_from(windows, case.prompt, end))
-        loaded = pair.follow() if case.chunks and pair.announces else pair.load()
+        if case.offer != "hard":
+            loaded = pair.take_cached(evicted=case.offer == "evicted")
+        else:
+            loaded = pair.follow() if case.chunks and pair.announces else pair.load()
     finally:
         for worker in (*decode.workers, *prefill.workers):
             worker.close()
     wrong = _differences(case, prefill, decode, before, rows, end, loaded=loaded)
-    if loaded != _can_load(case, prefill, end):
+    if loaded != (_can_load(case, prefill, end) and case.offer != "evicted"):
         wrong.append(f"the load {'succeeded without a block at prefill' if loaded else 'failed'}")
     return Result(loaded, end, bool(pair.parts), wrong)
 
@@ -326,11 +333,23 @@ class Pair:
         self._step(self.decode, loads=[self._load(handoff, in_parts=False)])
         return self._ends(settles=True)
 
-    def _load(self, handoff: Handoff, *, in_parts: bool) -> Load:
-        into = tuple(self.decode.blocks)
-        return Load(
-            "x", handoff, into, self.case.cached, self.end, needed_from=self.needed, in_parts=in_parts
-        )
+    def take_cached(self, *, evicted: bool) -> bool:
+        """Decode loads the full blocks of a prompt that prefill keeps in its cache. Its model has one group."""
+        _compute(self.case, self.prefill, self.rows, 0, self.case.prompt)
+        seat, size = SharedSeats(16, 1).take(), self.case.groups[0].theirs
+        blocks = self.prefill.blocks[0][: self.end // size]
+        self._step(self.prefill, offered=[SoftLease(seat, blocks, 3600.0)])
+        if evicted:
+            self._step(self.prefill, given_away=blocks[-1:])
+        owners, sizes = tuple(rank.owner for rank in self.ranks), self.ranks[0].block_tokens
+        handoff = Handoff("r", owners, (seat,), (blocks,), sizes, self.end, prompt_digest([1]), 3600.0)
+        self._step(self.decode, loads=[self._load(handoff, in_parts=False, settles=False)])
+        return self._ends(settles=False)
+
+    def _load(self, handoff: Handoff, *, in_parts: bool, settles: bool = True) -> Load:
+        into, first = tuple(self.decode.blocks), self.case.cached
+        more: dict[str, Any] = {"in_parts": in_parts, "settles": settles, "needed_from": self.needed}
+        return Load("x", handoff, into, first, self.end, **more)
 
     def follow(self) -> bool:
         """Decode loads each chunk as soon as prefill says that it is written."""

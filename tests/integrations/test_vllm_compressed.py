@@ -89,3 +89,18 @@ def test_scales_behind_the_values_of_a_page_come_along(tps: tuple[int, int], chu
     for packed in (True, False):
         result = moved(Case(glm, 75, 0, tps, (packed, packed), 1, chunks))
         assert result == Result(True, 75, bool(chunks), [])
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "layers", [(Layer(1, 12), Layer(1, 5, 1)), (Layer(4, 12), Layer(4, 3), Layer(128, 12))]
+)
+def test_cached_blocks_of_several_kinds_are_offered_until_they_get_new_content(
+    layers: tuple[Layer, ...], tps: tuple[int, int]
+) -> None:
+    """As answers to the next turn, and as prefixes to peers: whole blocks, and so whole rows."""
+    groups = (Group(layers, 128, 128),)
+    taken = moved(Case(groups, 300, 128, tps, (True, False), 1, offer="soft"))
+    assert taken == Result(True, 256, False, [])
+    gone = moved(Case(groups, 300, 0, tps, (False, True), 1, offer="evicted"))
+    assert gone == Result(False, 256, False, [])
