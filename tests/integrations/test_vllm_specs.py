@@ -92,6 +92,42 @@ def test_a_buffer_that_would_be_ignored_is_refused(modules: tuple[Any, Any]) -> 
         modules[0].check_supported(asks, Caches(DEEPSEEK_V4))
 
 
+MODEL = {"multimodal_config": None, "use_mla": False}
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "why"),
+    [
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ("model_config", MODEL | {"enable_sleep_mode": True}, "--enable-sleep-mode"),
+        ("aux_output_config", {"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+    ],
+)
+def test_settings_that_are_refused(
+    modules: tuple[Any, Any], part: str, given: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        modules[0].check_supported(config(**{part: SimpleNamespace(**given)}), Caches(DEEPSEEK_V4))
+
+
+def test_cached_blocks_are_offered_of_one_group_that_reads_all_tokens(modules: tuple[Any, Any]) -> None:
+    """MLA beside an indexer is one. States and windows are refused: a step may overwrite what is offered."""
+    both = config(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    glm = together(mla=vllm.MLAAttentionSpec(), indexer=vllm.MLAAttentionSpec(head_size=132))
+    modules[0].check_bidirectional(both, Caches([glm]))
+    for groups, kinds in (
+        (DEEPSEEK_V4, "3 cache groups of MLAAttentionSpec, SlidingWindowMLASpec"),
+        ([Group(["kda"], vllm.MambaSpec())], "1 cache groups of MambaSpec"),
+    ):
+        with pytest.raises(ConfigError, match=kinds):
+            modules[0].check_bidirectional(both, Caches(groups))
+
+
 def test_layers_are_described_one_by_one(modules: tuple[Any, Any]) -> None:
     described = modules[1].layer_group_of(DEEPSEEK_V4[0])
     assert described.row_tokens == {"sparse": 4, "indexer": 4, "dense": 128}
