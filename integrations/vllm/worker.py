@@ -24,7 +24,7 @@ from .model.caches import Caches
 from .prefill.leases import Leases
 from .rank_stats import RankStats
 from .wire.handoff import Owner, RankInfo
-from .wire.step_commands import StepCommands
+from .wire.step_commands import SoftLease, StepCommands
 from .wire.stream_timing import LoadCost
 
 _log = logging.getLogger("vllm.kvlink")
@@ -63,7 +63,6 @@ class WorkerSide:
         )
         self._loads = Loads(self._worker, caches, self._stats, self.guard)
         self._begun: StepCommands | None = None
-        self._num_layouts = len(card.layouts)
         self._leases = Leases(self._worker, self._stats, self.guard)
         transports = [
             f"{one.name}{f' (cannot export: {one.refused})' if one.refused else ''}"
@@ -85,16 +84,22 @@ class WorkerSide:
         if commands is self._begun:
             return
         for lease in commands.offered if self._is_current(commands) else ():
-            blocks = lease.blocks if self._num_layouts == 1 else [lease.blocks] * self._num_layouts
-            try:
-                self._worker.grant_soft_at(lease.seat, blocks, ttl_s=lease.ttl_s)
-            except KVLinkError as error:  # its readers find it stale
-                _log.warning("answer not offered: %s", error)
-            except Exception as error:
-                self.guard.caught("offer", "", error)
+            self._offer(lease)
         if commands.given_away:
             self._worker.revoke(commands.given_away)
         self._begun = commands
+
+    def _offer(self, lease: SoftLease) -> None:
+        """Offers blocks of the only cache group, whose layouts may have rows of different numbers of tokens."""
+        layouts, count = self._caches.pool.groups, len(lease.blocks)
+        blocks = lease.blocks if len(layouts) == 1 else [lease.blocks] * len(layouts)
+        rows = [count * layout.block_tokens for layout in layouts]
+        try:
+            self._worker.grant_soft_at(lease.seat, blocks, num_tokens=rows, ttl_s=lease.ttl_s)
+        except KVLinkError as error:  # its readers find it stale
+            _log.warning("answer not offered: %s", error)
+        except Exception as error:
+            self.guard.caught("offer", "", error)
 
     def carry_out(self, commands: StepCommands, launched: Launched = lambda: None) -> None:
         """Carries out commands before the step. Takes microseconds; a new peer is connected in the background.

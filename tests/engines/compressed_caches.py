@@ -99,13 +99,23 @@ class Side:
         )
         self.worker = WorkerSide(name, self.caches, WorkerConfig(transports="loopback", lease_slots=16))
 
-    def rows(self, name: str, blocks: array[int], spec: Any) -> list[torch.Tensor]:
-        """The rows of a prompt, by vLLM's views; an empty one where it has no block."""
+    def pieces(self, name: str, blocks: array[int], spec: Any) -> list[tuple[int, torch.Tensor]]:
+        """A prompt's rows, or its pages if scales are behind all values, each with the end of its tokens.
+
+        An empty one where it has no block.
+        """
         tensor, size = self.tensors[name].view(torch.uint8), spec.block_size // spec.tokens_per_state
-        count = PROMPT // spec.tokens_per_state
+        if spec.dtype is torch.uint8:
+            return [
+                ((index + 1) * spec.block_size, tensor[block] if block else torch.empty(0))
+                for index, block in enumerate(blocks)
+            ]
         return [
-            tensor[blocks[row // size], 0, row % size] if blocks[row // size] else torch.empty(0)
-            for row in range(count)
+            (
+                (row + 1) * spec.tokens_per_state,
+                tensor[blocks[row // size], 0, row % size] if blocks[row // size] else torch.empty(0),
+            )
+            for row in range(PROMPT // spec.tokens_per_state)
         ]
 
 
@@ -141,13 +151,11 @@ def handed_off(groups: list[Any]) -> list[str]:
     for index, group in enumerate(groups):
         for name, spec in group.kv_cache_spec.kv_cache_specs.items():
             pairs = zip(
-                prefill.rows(name, blocks[0][index], spec),
-                decode.rows(name, blocks[1][index], spec),
+                prefill.pieces(name, blocks[0][index], spec),
+                decode.pieces(name, blocks[1][index], spec),
                 strict=True,
             )
-            if not all(
-                torch.equal(one, other) for row, (one, other) in enumerate(pairs) if row >= reads[index]
-            ):
+            if not all(torch.equal(one, other) for (end, one), (_, other) in pairs if end > reads[index]):
                 wrong.append(name)
     for side in (decode, prefill):
         side.worker.close()

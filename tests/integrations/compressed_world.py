@@ -23,17 +23,17 @@ from kvlink import WorkerConfig
 from kvlink.integrations.request_guard import RequestGuard
 from kvlink.integrations.vllm.model.caches import LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.model.windows import Window, loadable, needed_from
-from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
+from kvlink.integrations.vllm.prefill.lease_slots import SharedSeats, SlotGroups
 from kvlink.integrations.vllm.prefill.outgoing import Chunk, Outgoing
 from kvlink.integrations.vllm.stream_decisions import StreamDecisions
 from kvlink.integrations.vllm.wire.handoff import Handoff, Owner, prompt_digest
 from kvlink.integrations.vllm.wire.handoff_parts import STREAM, Part
-from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, StepCommands
+from kvlink.integrations.vllm.wire.step_commands import HandedOff, Load, SoftLease, StepCommands
 from kvlink.integrations.vllm.worker import WorkerSide
 
 CONFIG = WorkerConfig(transports="loopback", lease_slots=16, timeout_s=20.0)
 HEADS = 4
-"""The heads of the model. Compressed caches have one, which every rank has."""
+"""The heads of the model. Compressed caches and those with scales have one, which every rank has."""
 UNWRITTEN, BEFORE = 0xEE, 0xBB
 """The bytes that other requests left at prefill, and at decode."""
 
@@ -42,13 +42,18 @@ Rows = dict[tuple[str, int, int], list[int]]
 
 @dataclass(frozen=True)
 class Layer:
-    """`row_tokens` above 1 is a compressed cache. `width`: bytes of a row."""
+    """`row_tokens` above 1 is a compressed cache. `width`: bytes of a row, of which `scales` are behind all others."""
 
     row_tokens: int
     width: int
+    scales: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        return self.row_tokens > 1 or self.scales > 0
 
     def heads(self, tp: int) -> int:
-        return 1 if self.row_tokens > 1 else HEADS // tp
+        return 1 if self.is_shared else HEADS // tp
 
 
 @dataclass(frozen=True)
@@ -73,19 +78,28 @@ class Case:
     seed: int
     chunks: tuple[int, ...] = ()
     """Where prefill's chunks end before the prompt does. With some, decode follows it, if its groups allow that."""
+    offer: str = "hard"
+    """"soft" hands full blocks off that stay in prefill's cache, and "evicted" gives one of them new content first."""
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     layers = draw(
         st.lists(
-            st.builds(Layer, st.sampled_from([1, 1, 2, 4, 8, 128]), st.sampled_from([1, 3, 4, 12])),
+            st.builds(
+                Layer,
+                st.sampled_from([1, 1, 2, 4, 8, 128]),
+                st.sampled_from([1, 3, 4, 12]),
+                st.sampled_from([0, 0, 1]),
+            ),
             min_size=1,
             max_size=3,
         )
     )
     most = max(layer.row_tokens for layer in layers)
     sizes = [draw(st.sampled_from([1, 2, 3])) * most for _ in range(2)]
+    if any(layer.scales for layer in layers):  # whole pages are moved
+        sizes[1] = sizes[0]
     return Group(tuple(layers), sizes[0], sizes[1], draw(st.sampled_from([0, 0, 1, 5, 8, 128])))
 
 
@@ -110,14 +124,29 @@ class End:
     layers: list[dict[str, torch.Tensor]]
     blocks: list[array[int]]
     workers: list[WorkerSide] = field(default_factory=list)
+    places: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """As `layers`, but with the place of each byte in its rank's memory."""
 
-    def rows(self, case: Case, theirs: bool, name: str, rank: int, token: int) -> torch.Tensor | None:
-        """The row of a token, of all heads that a rank has: [heads, width]. None where the request has no block."""
+    def row(self, case: Case, theirs: bool, name: str, rank: int, token: int) -> torch.Tensor | None:
+        """The places of a token's row, of all heads of a rank: [heads, width]. None where the request has no block."""
         group, layer = _place(name)
         size = case.groups[group].theirs if theirs else case.groups[group].ours
         block = self.blocks[group][token // size]
-        row = token % size // case.groups[group].layers[layer].row_tokens
-        return self.layers[rank][name][block, :, row] if block else None
+        if not block:
+            return None
+        described = case.groups[group].layers[layer]
+        row, page = token % size // described.row_tokens, self.places[rank][name][block]
+        if not described.scales:
+            return page[:, row]
+        values, scales = described.width - described.scales, described.scales
+        before = page.shape[1] * values
+        return torch.cat(
+            (
+                page.reshape(1, -1)[:, row * values : (row + 1) * values],
+                page.reshape(1, -1)[:, before + row * scales : before + (row + 1) * scales],
+            ),
+            dim=1,
+        )
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -133,8 +162,8 @@ def names(case: Case) -> Iterator[tuple[str, Group, Layer]]:
 
 def _views(
     case: Case, theirs: bool, tp: int, num_blocks: int, fill: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One rank's memory. The groups lie upon each other, as vLLM has them."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """One rank's memory, its layers, and the places of their bytes. Groups lie upon each other, as vLLM has them."""
     pages: list[list[int]] = []
     for group in case.groups:
         size = group.theirs if theirs else group.ours
@@ -143,7 +172,8 @@ def _views(
     largest = max(map(max, pages))
     depth = max(map(len, pages))
     memory = torch.full((num_blocks * (most if packed else largest * depth),), fill, dtype=torch.uint8)
-    views = {}
+    numbers = torch.arange(len(memory))
+    views, places = {}, {}
     for index, group in enumerate(case.groups):
         size, offset = (group.theirs if theirs else group.ours), 0
         for number, layer in enumerate(group.layers):
@@ -153,8 +183,9 @@ def _views(
             start = offset if packed else number * largest * num_blocks
             strides = (stride, rows * layer.width, layer.width, 1)
             views[f"{index}.{number}"] = memory.as_strided(shape, strides, start)
+            places[f"{index}.{number}"] = numbers.as_strided(shape, strides, start)
             offset += pages[index][number]
-    return memory, views
+    return memory, views, places
 
 
 def _end(case: Case, theirs: bool, computed: int, num_tokens: int, rng: random.Random, fill: int) -> End:
@@ -169,7 +200,8 @@ def _end(case: Case, theirs: bool, computed: int, num_tokens: int, rng: random.R
         gaps = min(max(computed - group.window + 1, 0) // size, count) if group.window else 0
         blocks.append(array("I", [0] * gaps + [ids.pop() for _ in range(count - gaps)]))
     made = [_views(case, theirs, tp, sum(counts) + 3, fill) for _ in range(tp)]
-    return End([memory for memory, _ in made], [views for _, views in made], blocks)
+    memory, layers, places = (list(each) for each in zip(*made, strict=True))
+    return End(memory, layers, blocks, places=places)
 
 
 def _value(rng: random.Random, width: int) -> list[int]:
@@ -182,7 +214,7 @@ def _rows(case: Case, rng: random.Random) -> Rows:
         (name, head, token): _value(rng, layer.width)
         for name, _, layer in names(case)
         for token in range(0, case.prompt // layer.row_tokens * layer.row_tokens, layer.row_tokens)
-        for head in range(1 if layer.row_tokens > 1 else HEADS)
+        for head in range(1 if layer.is_shared else HEADS)
     }
 
 
@@ -192,13 +224,13 @@ def _compute(case: Case, prefill: End, rows: Rows, first: int, end: int) -> None
         begin = first // layer.row_tokens * layer.row_tokens
         for token in range(begin, end - layer.row_tokens + 1, layer.row_tokens):
             for rank in range(case.tps[0]):
-                places = prefill.rows(case, True, name, rank, token)
+                places = prefill.row(case, True, name, rank, token)
                 if places is None:
                     continue
                 held = layer.heads(case.tps[0])
                 for head in range(held):
-                    value = rows[name, (rank * held if layer.row_tokens == 1 else 0) + head, token]
-                    places[head] = torch.tensor(value, dtype=torch.uint8)
+                    value = rows[name, (0 if layer.is_shared else rank * held) + head, token]
+                    prefill.memory[rank][places[head]] = torch.tensor(value, dtype=torch.uint8)
 
 
 def _start(case: Case, end: End, theirs: bool, name: str) -> None:
@@ -207,7 +239,8 @@ def _start(case: Case, end: End, theirs: bool, name: str) -> None:
         LayerGroup(
             tuple(f"{index}.{number}" for number in range(len(group.layers))),
             row_tokens={f"{index}.{n}": layer.row_tokens for n, layer in enumerate(group.layers)},
-            replicated=frozenset(f"{index}.{n}" for n, one in enumerate(group.layers) if one.row_tokens > 1),
+            replicated=frozenset(f"{index}.{n}" for n, one in enumerate(group.layers) if one.is_shared),
+            paged=frozenset(f"{index}.{n}" for n, one in enumerate(group.layers) if one.scales),
         )
         for index, group in enumerate(case.groups)
     ]
@@ -232,6 +265,8 @@ def moved(case: Case) -> Result:
     rng = random.Random(case.seed)
     windows = [Window(group.window, group.ours) if group.window else None for group in case.groups]
     end = loadable(windows, case.prompt, case.prompt)
+    if case.offer != "hard":
+        end -= end % case.groups[0].theirs
     prefill = _end(case, True, case.prompt, case.prompt, rng, UNWRITTEN)
     decode = _end(case, False, end, case.prompt, rng, BEFORE)
     rows = _rows(case, rng)
@@ -240,11 +275,16 @@ def moved(case: Case) -> Result:
         _start(case, prefill, True, "p")
         _start(case, decode, False, "d")
         pair = Pair(case, prefill, decode, rows, end, needed_from(windows, case.prompt, end))
-        loaded = pair.follow() if case.chunks and pair.announces else pair.load()
+        if case.offer != "hard":
+            loaded = pair.take_cached(evicted=case.offer == "evicted")
+        else:
+            loaded = pair.follow() if case.chunks and pair.announces else pair.load()
     finally:
         for worker in (*decode.workers, *prefill.workers):
             worker.close()
     wrong = _differences(case, prefill, decode, before, rows, end, loaded=loaded)
+    if loaded != (_can_load(case, prefill, end) and case.offer != "evicted"):
+        wrong.append(f"the load {'succeeded without a block at prefill' if loaded else 'failed'}")
     return Result(loaded, end, bool(pair.parts), wrong)
 
 
@@ -260,6 +300,8 @@ class Pair:
         self.seats, self.needed = seats, tuple(needed)
         self.ranks = [worker.rank_info for worker in prefill.workers]
         self.parts: list[Part] = []
+        self.ended: list[set[str]] = [set() for _ in decode.workers]
+        """By rank of decode, the loads that have ended. A worker reports each once, perhaps before the last chunk."""
         self.failed = False
         decisions, guard = StreamDecisions(), RequestGuard(logging.getLogger())
         grows = [not group.window for group in case.groups]
@@ -289,16 +331,25 @@ class Pair:
         self._step(self.prefill, granted={"r": self.seats}, handed_off={"r": HandedOff(1, 3600.0)})
         handoff = self._handoff(tuple(self.prefill.blocks), self.case.prompt)
         self._step(self.decode, loads=[self._load(handoff, in_parts=False)])
-        loaded = self._ends()
-        if loaded and self.case.tps == (1, 1):  # else there may be ranks that none reads from
-            eventually(lambda: "r" in self.prefill.workers[0].results().sent)
-        return loaded
+        return self._ends(settles=True)
 
-    def _load(self, handoff: Handoff, *, in_parts: bool) -> Load:
-        into = tuple(self.decode.blocks)
-        return Load(
-            "x", handoff, into, self.case.cached, self.end, needed_from=self.needed, in_parts=in_parts
-        )
+    def take_cached(self, *, evicted: bool) -> bool:
+        """Decode loads the full blocks of a prompt that prefill keeps in its cache. Its model has one group."""
+        _compute(self.case, self.prefill, self.rows, 0, self.case.prompt)
+        seat, size = SharedSeats(16, 1).take(), self.case.groups[0].theirs
+        blocks = self.prefill.blocks[0][: self.end // size]
+        self._step(self.prefill, offered=[SoftLease(seat, blocks, 3600.0)])
+        if evicted:
+            self._step(self.prefill, given_away=blocks[-1:])
+        owners, sizes = tuple(rank.owner for rank in self.ranks), self.ranks[0].block_tokens
+        handoff = Handoff("r", owners, (seat,), (blocks,), sizes, self.end, prompt_digest([1]), 3600.0)
+        self._step(self.decode, loads=[self._load(handoff, in_parts=False, settles=False)])
+        return self._ends(settles=False)
+
+    def _load(self, handoff: Handoff, *, in_parts: bool, settles: bool = True) -> Load:
+        into, first = tuple(self.decode.blocks), self.case.cached
+        more: dict[str, Any] = {"in_parts": in_parts, "settles": settles, "needed_from": self.needed}
+        return Load("x", handoff, into, first, self.end, **more)
 
     def follow(self) -> bool:
         """Decode loads each chunk as soon as prefill says that it is written."""
@@ -317,27 +368,31 @@ class Pair:
             chunk = {"r": Chunk(more, end - begun)}
             written = self.outgoing.advance(chunk, self.ranks, lambda *given: self._handoff(*given[2:4]))
             self._step(self.decode, parts={"x": self.parts[passed:]})
-            for worker in self.decode.workers:
-                self.failed |= bool(worker.results().failed)
+            self._all_ended()
             _compute(self.case, self.prefill, self.rows, begun, end)
             for worker in self.prefill.workers:
                 worker.computed(written)
             passed, had, self.request.num_computed_tokens = len(self.parts), counts, end
         self.outgoing.finish("r", self.ranks[0], self._handoff(tuple(self.prefill.blocks), self.case.prompt))
+        self._step(self.prefill, handed_off={"r": HandedOff(1, 3600.0)})
         self._step(self.decode, parts={"x": self.parts[passed:]})
-        return self._ends()
+        return self._ends(settles=self.parts[-1].sure)
 
-    def _ends(self) -> bool:
-        for worker in self.decode.workers:
-            ended: set[str] = set()
-            eventually(lambda worker=worker, ended=ended: self._has_ended(worker, ended))
+    def _ends(self, *, settles: bool) -> bool:
+        """Waits for the end of the load, and for that of the lease if the load settles it."""
+        eventually(self._all_ended)
+        if (
+            settles and not self.failed and self.case.tps == (1, 1)
+        ):  # else there may be ranks that none reads from
+            eventually(lambda: "r" in self.prefill.workers[0].results().sent)
         return not self.failed
 
-    def _has_ended(self, worker: WorkerSide, ended: set[str]) -> bool:
-        results = worker.results()
-        ended.update(results.received)
-        self.failed |= bool(results.failed)
-        return "x" in ended
+    def _all_ended(self) -> bool:
+        for worker, ended in zip(self.decode.workers, self.ended, strict=True):
+            results = worker.results()
+            ended.update(results.received)
+            self.failed |= bool(results.failed)
+        return all("x" in ended for ended in self.ended)
 
 
 def _differences(
@@ -346,32 +401,47 @@ def _differences(
     """Compares each rank's memory with what it was, plus the rows that came."""
     wrong = []
     for rank in range(case.tps[1]):
-        left = decode.memory[rank].clone()  # from here on without the rows that may have come
+        memory = decode.memory[rank]
+        left = memory.clone()  # from here on without the rows that may have come
         for name, group, layer in names(case):
-            first = 0 if layer.row_tokens > 1 else rank * layer.heads(case.tps[1])
-            for token in range(0, end, layer.row_tokens):
-                here = decode.rows(case, False, name, rank, token)
+            first = 0 if layer.is_shared else rank * layer.heads(case.tps[1])
+            # Of a page that is moved as a whole, the rows behind the last token may be anything.
+            moved_to = -(-end // group.ours) * group.ours if layer.scales else end
+            for token in range(0, moved_to, layer.row_tokens):
+                here = decode.row(case, False, name, rank, token)
                 must = loaded and _is_read(case, group, layer, token, end)
                 if here is None:
                     wrong += [f"rank {rank}, {name}: no block for token {token}, which is read"] * must
                     continue
-                is_there = prefill.blocks[_place(name)[0]][token // group.theirs]
-                whole = is_there and token + layer.row_tokens <= end
+                is_whole = token + layer.row_tokens <= end
+                has_come = is_whole and prefill.blocks[_place(name)[0]][token // group.theirs]
                 for head in range(layer.heads(case.tps[1])):
-                    at = here[head].data_ptr() - decode.memory[rank].data_ptr()
-                    got, old = (
-                        memory[at : at + layer.width] for memory in (decode.memory[rank], before[rank])
-                    )
-                    new = rows[name, first + head, token] if whole else None
-                    if got.tolist() != new and (must or not torch.equal(got, old)):
-                        wrong.append(f"rank {rank}, {name}: head {head} of token {token} is {got}, not {new}")
-                    left[at : at + layer.width] = old
+                    at = here[head]
+                    new = rows[name, first + head, token] if has_come else None
+                    changed = not torch.equal(memory[at], before[rank][at]) and (is_whole or not layer.scales)
+                    if memory[at].tolist() != new and (must or changed):
+                        wrong.append(
+                            f"rank {rank}, {name}: head {head} of {token} is {memory[at]}, not {new}"
+                        )
+                    left[at] = before[rank][at]
         if not torch.equal(left, before[rank]):
             wrong.append(f"rank {rank}: bytes of others were written")
     return wrong
 
 
+def _can_load(case: Case, prefill: End, end: int) -> bool:
+    """Returns whether prefill still has a block for each token that decode needs."""
+    return all(
+        blocks[token // group.theirs]
+        for group, blocks in zip(case.groups, prefill.blocks, strict=True)
+        for token in range(max(_first_read(case, group, end), case.cached), end)
+    )
+
+
+def _first_read(case: Case, group: Group, end: int) -> int:
+    return max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
+
+
 def _is_read(case: Case, group: Group, layer: Layer, token: int, end: int) -> bool:
     """Returns whether decode reads the row that begins with a token, and had it not cached."""
-    first = max(min(end, case.prompt - 1) - group.window + 1, 0) if group.window else 0
-    return token >= first and case.cached < token + layer.row_tokens <= end
+    return token >= _first_read(case, group, end) and case.cached < token + layer.row_tokens <= end

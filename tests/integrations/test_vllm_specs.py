@@ -92,13 +92,90 @@ def test_a_buffer_that_would_be_ignored_is_refused(modules: tuple[Any, Any]) -> 
         modules[0].check_supported(asks, Caches(DEEPSEEK_V4))
 
 
+MODEL = {"multimodal_config": None, "use_mla": False}
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "why"),
+    [
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ("model_config", MODEL | {"enable_sleep_mode": True}, "--enable-sleep-mode"),
+        ("aux_output_config", {"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+    ],
+)
+def test_settings_that_are_refused(
+    modules: tuple[Any, Any], part: str, given: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        modules[0].check_supported(config(**{part: SimpleNamespace(**given)}), Caches(DEEPSEEK_V4))
+
+
+def test_cached_blocks_are_offered_of_one_group_that_reads_all_tokens(modules: tuple[Any, Any]) -> None:
+    """MLA beside an indexer is one. States and windows are refused: a step may overwrite what is offered."""
+    both = config(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    glm = together(mla=vllm.MLAAttentionSpec(), indexer=vllm.MLAAttentionSpec(head_size=132))
+    modules[0].check_bidirectional(both, Caches([glm]))
+    for groups, kinds in (
+        (DEEPSEEK_V4, "3 cache groups of MLAAttentionSpec, SlidingWindowMLASpec"),
+        ([Group(["kda"], vllm.MambaSpec())], "1 cache groups of MambaSpec"),
+    ):
+        with pytest.raises(ConfigError, match=kinds):
+            modules[0].check_bidirectional(both, Caches(groups))
+
+
 def test_layers_are_described_one_by_one(modules: tuple[Any, Any]) -> None:
     described = modules[1].layer_group_of(DEEPSEEK_V4[0])
     assert described.row_tokens == {"sparse": 4, "indexer": 4, "dense": 128}
-    assert described.replicated == {"sparse", "indexer", "dense"}
+    assert described.replicated == described.paged == {"sparse", "indexer", "dense"}
     main = modules[1].layer_group_of(together(key=SPARSE, main=vllm.FullAttentionSpec(num_kv_heads=2)))
     assert (main.row_tokens, main.replicated) == ({"key": 4, "main": 1}, {"key"})
     assert main.states is None
+
+
+FP8, NVFP4 = SimpleNamespace(name="FP8_PER_TENSOR"), SimpleNamespace(name="NVFP4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_paged"),
+    [
+        (COMPRESSOR, False),
+        (vllm.FullAttentionSpec(dtype=torch.bfloat16), False),
+        (vllm.FullAttentionSpec(kv_quant_mode=FP8), False),
+        (vllm.MLAAttentionSpec(dtype=torch.float8_e4m3fn, head_size=128), False),
+        (WINDOW, True),
+        (vllm.MLAAttentionSpec(head_size=132), True),
+        (vllm.FullAttentionSpec(kv_quant_mode=NVFP4), True),
+        (vllm.FullAttentionSpec(dtype=torch.bfloat16, state_content_bytes=512), True),
+    ],
+    ids=["float32", "bfloat16", "fp8", "fp8 keys", "deepseek-v4", "indexer", "nvfp4", "packed"],
+)
+def test_pages_with_scales_behind_them_are_moved_whole(
+    modules: tuple[Any, Any], spec: Any, is_paged: bool
+) -> None:
+    """vLLM's view of such a page has rows, but the scales of a token are not in its row."""
+    assert modules[1].layer_group_of(Group(["layer"], spec)).paged == ({"layer"} if is_paged else set())
+
+
+def test_a_whole_page_is_one_piece() -> None:
+    """Two heads of 4 tokens and 3 bytes. Servers that order heads and tokens otherwise have other pages."""
+    memory = torch.zeros(6 * 30, dtype=torch.uint8)
+    found = {}
+    for name, strides in (("around", (30, 12, 3, 1)), ("in", (30, 3, 6, 1))):
+        tensors = {"a": memory.as_strided((6, 2, 4, 3), strides)}
+        group = LayerGroup(("a",), row_tokens={"a": 4}, paged=frozenset("a"))
+        caches = caches_of(tensors, [group], 6, Rank(1, 2, 8), "m")
+        [layout] = caches.pool.groups
+        assert caches.groups[0].units == (TokenUnit(16, is_block=True),)
+        assert (layout.row_bytes, layout.num_heads, layout.total_heads, layout.block_stride) == (24, 1, 2, 30)
+        found[name] = layout.dtype
+    assert found == {name: f"uint8 4 tokens a row 2 heads {name} each token" for name in found}
+    with pytest.raises(ConfigError, match="layer a: a page's bytes must adjoin"):
+        caches_of({"a": memory.as_strided((6, 2, 4, 3), (30, 13, 3, 1))}, [group], 6, Rank(1, 2, 8), "m")
 
 
 def test_a_circular_buffer_is_a_state_that_every_rank_has(modules: tuple[Any, Any]) -> None:

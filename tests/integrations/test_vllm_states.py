@@ -25,12 +25,13 @@ from kvlink.integrations.vllm.worker import WorkerSide
 from kvlink.layout import num_seats
 
 _PAGES, _HEADS, _ROWS, _BLOCK_TOKENS = 12, 4, 3, 8
-_X, _B = 16, 8
-"""The columns of the projections of the whole model: x has 4 columns a head, B and C are 8 wide."""
+_X = 16
+_WIDTHS = {"MAMBA2": (_X, 8, 8), "GDN_ATTN": (8, 8, _X), "KDA": (_X, _X, _X)}
+"""The columns of the projections of the whole model: x, B, C, or Q, K, V. x and V have 4 columns a head."""
 
 
-def _shapes(tp: int, columns_first: bool) -> tuple[tuple[int, ...], ...]:
-    columns = (_X + 2 * _B) // tp
+def _shapes(tp: int, columns_first: bool, kind: str = "MAMBA2") -> tuple[tuple[int, ...], ...]:
+    columns = sum(_WIDTHS[kind]) // tp
     convolution = (columns, _ROWS) if columns_first else (_ROWS, columns)
     return convolution, (_HEADS // tp, _X // _HEADS, 5)
 
@@ -95,9 +96,12 @@ def test_the_last_block_of_a_group_of_states_holds_them() -> None:
 # Two ranks of either degree, over pages that hold attention or states.
 
 
-def _server(rank: int, tp: int, columns_first: bool) -> tuple[Caches, list[torch.Tensor]]:
+def _server(
+    rank: int, tp: int, columns_first: bool, kind: str = "MAMBA2"
+) -> tuple[Caches, list[torch.Tensor]]:
     """Caches of a layer of attention and a layer of states in the same pages, and the views of both states."""
-    states = _states("MAMBA2", _shapes(tp, columns_first), columns_first=columns_first)
+    named = "GDN_ATTN" if kind == "KDA" else kind  # vLLM's name for both
+    states = _states(named, _shapes(tp, columns_first, kind), columns_first=columns_first)
     heads = max(1, 2 // tp)
     page = max(heads * _BLOCK_TOKENS * 6, states.num_bytes() + 8)
     pages = torch.zeros((_PAGES, page), dtype=torch.uint8)
@@ -113,28 +117,28 @@ def _server(rank: int, tp: int, columns_first: bool) -> tuple[Caches, list[torch
     return caches, views
 
 
-def _columns(tp: int, rank: int) -> list[int]:
+def _columns(tp: int, rank: int, kind: str) -> list[int]:
     """The columns of the model that a rank's convolution has, in its order."""
-    wide, narrow = _X // tp, _B // tp
-    return [
-        *range(rank * wide, (rank + 1) * wide),
-        *range(_X + rank * narrow, _X + (rank + 1) * narrow),
-        *range(_X + _B + rank * narrow, _X + _B + (rank + 1) * narrow),
-    ]
+    columns, first = [], 0
+    for width in _WIDTHS[kind]:
+        columns += range(first + rank * width // tp, first + (rank + 1) * width // tp)
+        first += width
+    return columns
 
 
+@pytest.mark.parametrize("kind", _WIDTHS)
 @pytest.mark.parametrize("columns_first", [True, False], ids=["columns first", "inputs first"])
 @pytest.mark.parametrize(("owner_tp", "reader_tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_states_are_read_at_any_degree(owner_tp: int, reader_tp: int, columns_first: bool) -> None:
-    convolution = torch.randn(_ROWS, _X + 2 * _B).bfloat16()
+def test_states_are_read_at_any_degree(owner_tp: int, reader_tp: int, columns_first: bool, kind: str) -> None:
+    convolution = torch.randn(_ROWS, sum(_WIDTHS[kind])).bfloat16()
     recurrent = torch.randn(_HEADS, _X // _HEADS, 5)
     config = WorkerConfig(transports="loopback", lease_slots=8)
     workers: list[Worker] = []
     try:
         tickets = []
         for rank in range(owner_tp):
-            caches, states = _server(rank, owner_tp, columns_first)
-            mine = convolution[:, _columns(owner_tp, rank)]
+            caches, states = _server(rank, owner_tp, columns_first, kind)
+            mine = convolution[:, _columns(owner_tp, rank, kind)]
             states[0][5] = mine.T if columns_first else mine
             heads = _HEADS // owner_tp
             states[1][5] = recurrent[rank * heads : (rank + 1) * heads]
@@ -146,12 +150,12 @@ def test_states_are_read_at_any_degree(owner_tp: int, reader_tp: int, columns_fi
                 tokens = 2 * caches.pool.groups[0].block_tokens
                 tickets.append(worker.offer("r", lists, num_tokens=tokens, readers=seats))
         for rank in range(reader_tp):
-            caches, states = _server(rank, reader_tp, columns_first)
+            caches, states = _server(rank, reader_tp, columns_first, kind)
             worker = Worker(caches.pool, f"d{rank}", config=config)
             workers.append(worker)
             lists = [[1, 7]] + [[4]] * (len(caches.pool.groups) - 1)
             worker.pull(tickets, lists).wait(20)
-            mine = convolution[:, _columns(reader_tp, rank)]
+            mine = convolution[:, _columns(reader_tp, rank, kind)]
             assert torch.equal(states[0][4], mine.T if columns_first else mine)
             heads = _HEADS // reader_tp
             assert torch.equal(states[1][4], recurrent[rank * heads : (rank + 1) * heads])

@@ -30,6 +30,7 @@ class AttentionSpec:
     max_tp_shards: int | None = None
     state_content_bytes: int | None = None
     tokens_per_state: int | Fraction = 1
+    kv_quant_mode: Any = None
 
     @property
     def unpadded_page_size_bytes(self) -> int:

@@ -195,7 +195,7 @@ class Loads:
         start = time.perf_counter_ns()
         try:
             ranges = [self._range(loading, handoff, group, end) for group in range(len(self._caches.groups))]
-            # A load of nothing reads the lease too, and settles it.
+            # A load of nothing settles the lease, too.
             if any(first < upto for first, upto in ranges) or (loading.complete and not loading.pulls):
                 loading.pulls_began_ns.append(time.perf_counter_ns())
                 settle = loading.settles and not loading.load.in_parts

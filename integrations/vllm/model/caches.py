@@ -31,6 +31,8 @@ class LayerGroup:
     """By layer, how many tokens a row of a compressed cache stands for. Layers that it does not name have 1."""
     replicated: frozenset[str] = frozenset()
     """Layers of which every rank has all heads, whatever the model has."""
+    paged: frozenset[str] = frozenset()
+    """Layers in whose pages the bytes of a token are not together, so that only whole pages can be moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ def _attention(group: LayerGroup, tensors: Tensors) -> list[tuple[_Shape, list[s
     """Returns the layers of a group by the shape of their caches. They share the blocks of the scheduler."""
     by_shape: dict[_Shape, list[str]] = {}
     for name in group.names:
-        shape = _shape(name, tensors[name], group.row_tokens.get(name, 1), name in group.replicated)
+        shape = _shape(name, tensors[name], group)
         by_shape.setdefault(shape, []).append(name)
     shapes = list(by_shape.items())
     first = shapes[0][0]
@@ -220,20 +222,26 @@ def _attention_layout(
     )
 
 
-def _shape(name: str, tensor: torch.Tensor, row_tokens: int, is_replicated: bool) -> _Shape:
+def _shape(name: str, tensor: torch.Tensor, group: LayerGroup) -> _Shape:
     if tensor.dim() != 4 or tensor.stride(3) != 1:
         raise ConfigError(
             f"layer {name}: kvlink takes caches [blocks, heads, tokens, content] with adjoining content, this one "
             f"has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         )
     blocks, heads, rows, content = tensor.shape
-    item = tensor.element_size()
+    item, row_tokens = tensor.element_size(), group.row_tokens.get(name, 1)
     block_stride, head_stride, row_stride, _ = (stride * item for stride in tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
     if row_tokens > 1:
         dtype += f" {row_tokens} tokens a row"
     row_bytes, unit = content * item, TokenUnit(row_tokens)
-    if _interleaves(tensor):
+    if name in group.paged:
+        if heads > 1 and rows > 1:
+            dtype += f" {heads} heads {'in' if head_stride < row_stride else 'around'} each token"
+        unit = TokenUnit(rows * row_tokens, is_block=True)
+        heads, rows, row_stride = 1, 1, 0
+        row_bytes = head_stride = _page_elements(name, tensor) * item
+    elif _interleaves(tensor):
         if tensor.stride(2) != content:
             raise ConfigError(
                 f"layer {name}: on a CPU a head's tokens must adjoin (layout LBHNC), not {tensor.stride()}"
@@ -241,8 +249,29 @@ def _shape(name: str, tensor: torch.Tensor, row_tokens: int, is_replicated: bool
         unit = TokenUnit(rows * row_tokens, is_block=True)
         rows, row_bytes, row_stride = 1, rows * row_bytes, 0
     return _Shape(
-        blocks, heads, rows, row_bytes, block_stride, head_stride, row_stride, dtype, unit, is_replicated
+        blocks,
+        heads,
+        rows,
+        row_bytes,
+        block_stride,
+        head_stride,
+        row_stride,
+        dtype,
+        unit,
+        name in group.replicated,
     )
+
+
+def _page_elements(name: str, tensor: torch.Tensor) -> int:
+    """Returns the number of elements in a page, whatever the order of its dimensions. Raises ConfigError for gaps."""
+    elements = 1
+    for stride, count in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if count > 1 and stride != elements:
+            raise ConfigError(
+                f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}"
+            )
+        elements *= count
+    return elements
 
 
 def _interleaves(tensor: torch.Tensor) -> bool:
@@ -292,14 +321,7 @@ def _pages(name: str, tensor: torch.Tensor, states: States) -> torch.Tensor:
     import torch
 
     shape, num_bytes = tuple(tensor.shape), states.num_bytes()
-    page = 1
-    for count, stride in list(zip(shape, tensor.stride(), strict=True))[:0:-1]:
-        if count > 1 and stride != page:
-            raise ConfigError(
-                f"layer {name}: a page's bytes must adjoin, and its strides are {tensor.stride()}"
-            )
-        page *= count
-    page *= tensor.element_size()
+    page = _page_elements(name, tensor) * tensor.element_size()
     if len(shape) != 4 or page < num_bytes:
         raise ConfigError(
             f"layer {name}: kvlink takes states as pages of bytes [blocks, 1, 1, {num_bytes} or more], this cache has "

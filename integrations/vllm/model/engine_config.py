@@ -109,7 +109,19 @@ def layer_group_of(group: Any) -> LayerGroup:
         replicated=frozenset(
             name for name, spec in attention.items() if getattr(spec, "max_tp_shards", None) == 1
         ),
+        paged=frozenset(name for name, spec in attention.items() if _is_paged(spec)),
     )
+
+
+def _is_paged(spec: AttentionSpec) -> bool:
+    """Returns whether a page may have the scales of all its tokens behind the values of all, as indexers do.
+
+    A row of vLLM's view of such a page has bytes of other tokens. So may packed formats (`state_content_bytes`):
+    DeepSeek-V4's, NVFP4. A cache with one scale for all tokens has rows.
+    """
+    mode = str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
+    packs = not spec.dtype.is_floating_point and mode != "FP8_PER_TENSOR"
+    return packs or getattr(spec, "state_content_bytes", None) is not None
 
 
 def states_of(group: Any) -> States | None:
