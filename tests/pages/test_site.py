@@ -17,7 +17,7 @@ from pages.browsing import has_no_sideways_scroll, marks, visited
 from playwright.async_api import Browser, expect
 
 pytest.importorskip("furo", reason="no furo: make test-pages, with Python 3.11 or later")
-pytestmark = marks
+pytestmark = [*marks, pytest.mark.timeout(1_200)]  # the first test builds the site
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = "https://docs.example/0.1/"
 WHERE_TO_ASK = "https://docs.example/ask"
