@@ -178,6 +178,19 @@ def test_a_whole_page_is_one_piece() -> None:
         caches_of({"a": memory.as_strided((6, 2, 4, 3), (30, 13, 3, 1))}, [group], 6, Rank(1, 2, 8), "m")
 
 
+@pytest.mark.parametrize(("replicated", "total"), [({"a"}, [1, 1]), (set(), [2, 4])])
+def test_only_caches_that_every_rank_is_known_to_have_are_read_at_other_degrees(
+    replicated: set[str], total: list[int]
+) -> None:
+    """MiniMax-M3's indexer has one head on each rank, and vLLM does not say whether it is the same. Totals differ."""
+    tensors = {"a": torch.zeros(6, 1, 4, 3)}
+    found = [
+        caches_of(tensors, [LayerGroup(("a",), replicated=frozenset(replicated))], 6, Rank(0, tp, 4), "m")
+        for tp in (2, 4)
+    ]
+    assert [caches.pool.groups[0].total_heads for caches in found] == total
+
+
 def test_a_circular_buffer_is_a_state_that_every_rank_has(modules: tuple[Any, Any]) -> None:
     states = modules[1].states_of(Group(["ring"], RING_OF_8))
     assert (states.kind, states.replicated, states.num_bytes()) == (RING, True, 8 * 128 * 4)
