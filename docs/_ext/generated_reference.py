@@ -11,7 +11,7 @@ import typer.main
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from kvlink.cli import app as cli
+from kvlink.cli.commands import app as cli
 from kvlink.cli.plugins import GROUP
 from kvlink.cli.tables import size_text
 from kvlink.config import CATALOGUE

@@ -22,8 +22,8 @@ import typer.main
 from rich.console import Console
 from waiting import closed_port
 
-from kvlink import cli
-from kvlink.cli import app, main
+from kvlink.cli import commands, main
+from kvlink.cli.commands import app
 from kvlink.cli.plugins import GROUP
 from kvlink.cli.status import _row
 from kvlink.cli.tables import Fitted, _table, age_text, plain_table, size_text
@@ -450,7 +450,7 @@ def test_what_may_be_repeated_is_known() -> None:
     found = {
         p.opts[0] for command in LEAVES.values() for p in command.params if getattr(p, "multiple", False)
     }
-    assert found == cli.REPEATABLE
+    assert found == commands.REPEATABLE
 
 
 def test_an_option_with_two_values_is_refused(said: SAID) -> None:
@@ -519,8 +519,31 @@ def test_no_error_of_a_command_is_a_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(commands, "app", fail)
     assert said("version") == (status, f"kvlink: {says}\n" if says else "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        ("KeyboardInterrupt", 130),
+        ("ImportError('initialization failed') from KeyboardInterrupt()", 130),  # by a native module
+        ("ImportError('broken') from ValueError()", 1),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_no_traceback(raised: str, status: int) -> None:
+    program = (
+        "import sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer':\n"
+        f"            raise {raised}\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "from kvlink.cli import main\n"
+        "main(['version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, status == 1)
 
 
 def test_kvlink_alone_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:

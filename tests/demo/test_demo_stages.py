@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvlink.cli import app
+from kvlink.cli.commands import app
 from kvlink.demo import run
 from kvlink.demo.servers import PROMPTS, Decode, Options, Prefill
 from kvlink.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import typer.main
 import yaml
 
-from kvlink.cli import app
+from kvlink.cli.commands import app
 from kvlink.integrations.router.commands import drain
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 from hardware.fake_root import FakeRoot
 from typer.testing import CliRunner
 
-from kvlink.cli import app
+from kvlink.cli.commands import app
 from kvlink.doctor import Check, Verdict, examine, host, network, software, stacks, worst
 from kvlink.doctor.day_one import Result, Step, report, run, steps
 from kvlink.doctor.day_one import write as write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvlink.cli import app
+from kvlink.cli.commands import app
 from kvlink.doctor import nixl
 from kvlink.doctor.verdict import Verdict
 

@@ -21,7 +21,16 @@ pytestmark = [*marks, pytest.mark.timeout(1_200)]  # the first test builds the s
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = "https://docs.example/0.1/"
 WHERE_TO_ASK = "https://docs.example/ask"
-PAGES = ("index", "404", "getting-started/concepts", "benchmarks/results", "reference/errors", "servers/vllm")
+PAGES = (
+    "index",
+    "404",
+    "getting-started/concepts",
+    "benchmarks/results",
+    "reference/errors",
+    "servers/vllm",
+    "servers/routers",
+)
+PROGRAMS = ":is(.highlight-sh, .highlight-none, .highlight-python) pre"
 CUT_OFF = "blocks => blocks.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText)"
 BROKEN_WORDS = """headings => headings.map(each => each.firstChild).filter(text => {
   const range = document.createRange();
@@ -68,7 +77,7 @@ async def test_pages_fit_a_phone_and_a_desk(browser: Browser, site: str, width: 
     for name in PAGES:
         page, complaints = await visited(browser, f"{site}/{name}.html", scheme, width)
         assert await has_no_sideways_scroll(page), name
-        assert await page.locator(":is(.highlight-sh, .highlight-python) pre").evaluate_all(CUT_OFF) == []
+        assert await page.locator(PROGRAMS).evaluate_all(CUT_OFF) == []
         assert await page.locator("h1, h2, h3").evaluate_all(BROKEN_WORDS) == []
         broken = "images => images.filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
         assert await page.locator("img").evaluate_all(broken) == []
