@@ -89,6 +89,7 @@ TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
         r"csrc/(engine|lease|staging)/",
         ("transports", "sanitizers", "instructions", "soak", "simulate", "capi"),
     ),
+    (r"csrc/(memory|bench)/", ("transports", "sanitizers", "instructions", "soak", "capi", "aarch64")),
     (r"csrc/", ("transports", "sanitizers", "instructions", "soak", "capi")),
     (
         r"kvlink/control/(rpc|client|session)",

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <span>
 
+#include "base/check.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#include "base/check.h"
 #endif
 
 // The other process may be writing what is copied here; ThreadSanitizer must not check it.
