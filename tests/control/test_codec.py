@@ -185,6 +185,13 @@ def test_a_card_with_an_impossible_layout_is_refused() -> None:
         CARD.decode(CARD.encode(dataclasses.replace(card, layouts=(layout,))))
 
 
+@pytest.mark.parametrize("worker", ["", "w" * (MAX_NAME_BYTES + 1)])
+def test_seats_of_no_worker_are_not_renewed(worker: str) -> None:
+    blob = agent_pb2.RenewSeatsRequest(worker_id=worker, epoch=1).SerializeToString()
+    with pytest.raises(ConfigError, match="worker_id"):
+        AgentCalls.RENEW_SEATS.request.decode(blob)
+
+
 HOSTILE_BYTES = 8 << 20
 EVERY_CODEC: dict[str, Codec[Any]] = {}
 

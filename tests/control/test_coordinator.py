@@ -26,6 +26,7 @@ from waiting import closed_port, until
 
 from kvlink.cli.status import Row, _ask, _sentence, show
 from kvlink.control import Claim, CoordinatorClient, Security, SettleOrder
+from kvlink.control.client import _difference
 from kvlink.control.codec import CoordinatorCalls
 from kvlink.control.denials import LogQuota
 from kvlink.control.limits import MAX_BATCH_OPS, MAX_REQUEST_BYTES
@@ -670,3 +671,10 @@ async def test_a_client_that_vanishes_leaves_no_claim_behind(
         unary.cancel()
         await stream.close()
     await until(lambda: holds(client, "waiting_claims", 0))
+
+
+def test_a_fresh_list_forgets_workers_that_it_does_not_have() -> None:
+    gone, stays = make_card("gone"), make_card("stays")
+    known = {"gone": gone, "stays": stays}
+    assert _difference(known, [WorkerChange(Joined.UP, stays)]) == [WorkerChange(Joined.DOWN, gone)]
+    assert known == {"stays": stays}

@@ -28,6 +28,7 @@ from kvlink import Ticket, Worker, WorkerConfig
 from kvlink.control import AgentClient, CoordinatorClient, Security, Session, WorkerAgent
 from kvlink.control.security import COORDINATOR, Keyring, tenant_name
 from kvlink.control.security.authority import Authority, names_in
+from kvlink.control.security.tokens import bearer
 from kvlink.coordinator import Coordinator
 from kvlink.coordinator.store.memory import MemoryStore
 from kvlink.coordinator.tenant_stores import stores
@@ -449,6 +450,23 @@ def worker(name: str, env: dict[str, str], at: str = "") -> Worker:
 def holds(reader: Worker, into: list[int], owner: Worker, blocks: list[int]) -> bool:
     theirs, ours = (worker.pool.numpy(0).reshape(POOL.num_blocks, -1) for worker in (owner, reader))
     return bool((ours[into] == theirs[blocks]).all() and theirs[blocks].any())
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        ("Bearer t0ken", "t0ken"),
+        (b"Bearer t0ken", "t0ken"),
+        ("Basic t0ken", ""),
+        ("t0ken", ""),
+        (f"Bearer {'t' * 4_096}", ""),
+        (b"Bearer \xff", "\ufffd"),
+    ],
+)
+def test_a_token_is_read_from_a_header_of_its_scheme_and_of_bounded_length(
+    header: str | bytes, token: str
+) -> None:
+    assert bearer(header) == token
 
 
 def test_a_deployment_of_two_tenants(made: list[dict[str, str]]) -> None:
