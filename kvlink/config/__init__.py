@@ -45,8 +45,8 @@ class WorkerConfig(RdmaConfig):
     fabric_provider: str = setting(
         "KVLINK_FABRIC_PROVIDER",
         "",
-        "Selects the provider of libfabric that the transport fabric uses, such as `efa`, `cxi` or `tcp`. An empty value "
-        "uses libfabric's first that kvlink may use.",
+        "Selects the provider of libfabric that the transport fabric uses, such as `efa`, `cxi` or `tcp`. An empty "
+        "value uses libfabric's first that kvlink may use.",
         "Set it to the same at both ends. fabric is used only where KVLINK_TRANSPORTS names it.",
     )
     gpudirect: str = setting(

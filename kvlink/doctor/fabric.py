@@ -27,7 +27,7 @@ def checks(env: Mapping[str, str], providers: Providers) -> Iterator[Check]:
         yield Check("fabric", Verdict.FAIL, error.reason, error.fix)
         return
     for name, facts, why_not in found:
-        yield Check(f"fabric {name}", Verdict.PASS, why_not and f"not used: {why_not}" or facts)
+        yield Check(f"fabric {name}", Verdict.PASS, f"not used: {why_not}" if why_not else facts)
     wanted = config.fabric_provider
     if wanted and not any(name == wanted and not why_not for name, _, why_not in found):
         fix = "set KVLINK_FABRIC_PROVIDER to one of those that pass, at both ends"

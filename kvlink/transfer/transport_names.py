@@ -17,8 +17,8 @@ def select(spec: str, available: Sequence[str]) -> list[str]:
     """Returns the transports that `spec` allows, best first. `available` lists the built-in names, best first.
 
     "" and "all" allow all transports. "shm,tcp" allows only these, in this order, and "^cma,tcp" allows all others.
-    "fault+shm" wraps one. rdma is another name of verbs. NAMED_ONLY are allowed only by name. Raises ConfigError for unknown names, for a mixture of forms,
-    and if no transport is left.
+    "fault+shm" wraps one. rdma is another name of verbs. NAMED_ONLY are allowed only by name. Raises ConfigError for
+    unknown names, for a mixture of forms, and if no transport is left.
     """
     forbids = spec.strip().startswith("^")
     written = [name.strip() for name in spec.strip().removeprefix("^").split(",") if name.strip()]

@@ -10,7 +10,7 @@
 namespace kvlink::fabric {
 namespace {
 
-// Of one endpoint: enough under way for a fabric, and few enough that a queue of them is polled at once.
+// The limits of one endpoint: enough under way for a fabric, and few enough to be polled at once.
 constexpr size_t kMostOps = 64;
 constexpr uint64_t kMostBytes = 1 << 20;
 

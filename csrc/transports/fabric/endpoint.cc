@@ -22,7 +22,7 @@ namespace {
 // its work nor of an operation that it could not take.
 constexpr int64_t kFirstLookNs = 50'000, kLastLookNs = 1'000'000;
 constexpr int64_t kLongerBy = 4;
-constexpr int64_t kDoorNs = 1'000'000;     // between two looks at the socket, a system call each
+constexpr int64_t kDoorNs = 1'000'000;     // between two polls of the socket, a system call each
 constexpr int64_t kCheckNs = 100'000'000;  // the same while nothing is under way
 constexpr int64_t kGoodbyeNs = 5'000'000;  // a round trip of any fabric, to an owner that has to wake
 constexpr Window kWindow{.chunk_bytes = 1 << 20, .chunk_ops = 1024, .depth = 8, .bytes = 8 << 20};
@@ -81,7 +81,7 @@ Status FabricEndpoint::establish(std::string_view reply, const Patience& patienc
   if (!parsed) return Status::Unreachable("protocol error: the owner admitted us with a malformed reply");
   if (Status status = door_->establish(parsed->invitation, patience); !status.ok()) return status;
   if (Status status = prove(*parsed, patience); !status.ok()) return status;
-  // A door that is not watched is still looked at now and then.
+  // A door that is not watched is still polled now and then.
   static_cast<void>(sys::watch(epoll_.get(), door_->traits().wake_fd, EPOLLIN | EPOLLRDHUP, 0));
   broken_ = {};
   return {};

@@ -54,8 +54,6 @@ class Owned {
     if (object_) ::fi_close(&object_->fid);
     object_ = nullptr;
   }
-  /// Leaves the object open for ever.
-  void abandon() { object_ = nullptr; }
 
  private:
   T* object_ = nullptr;

@@ -21,7 +21,7 @@ struct Address {
   static std::optional<Address> parse(std::string_view blob);
 };
 
-/// What the endpoint of Address proves itself by: a region that holds a nonce.
+/// The endpoint of Address proves itself by a region that holds a nonce.
 struct Reply {
   RemoteRegion proof;
   uint64_t nonce = 0;

@@ -28,7 +28,7 @@ constexpr int kMostRounds = 64;    // of progress in one serve()
 // While readers are connected. New ones make the provider connect, which its descriptor may not tell.
 constexpr int64_t kTickNs = 1'000'000, kNewNs = 2'000'000'000, kIdleTickNs = 100'000'000, kAtOnceNs = 1;
 
-/// What peers read by.
+/// Peers read through it.
 struct Served {
   std::shared_ptr<Domain> domain;
   Port port;
@@ -79,7 +79,7 @@ class FabricTransport final : public Transport {
   RemoteRegion proof_;
   UniqueFd epoll_, timer_;
   Capabilities capabilities_;
-  // Of the serving thread.
+  // The serving thread's own.
   size_t num_readers_ = 0;
   int64_t changed_ns_ = 0, tick_ns_ = 0;
 };
