@@ -207,7 +207,7 @@ TEST_P(Fabric, LoadsWordsWholeWhileTheOwnerStores) {
     for (uint64_t i = 0; !stop.stop_requested(); ++i)
       __atomic_store_n(reinterpret_cast<uint64_t*>(slot), (i & 1) != 0 ? UINT64_MAX : 0, __ATOMIC_RELAXED);
   });
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < 50; ++i) {
     const Status status = pair.reader.read_at(kTable, 64, 64);
     ASSERT_TRUE(status.ok()) << status.what();
     uint64_t word;
