@@ -142,7 +142,9 @@ def test_a_stopped_owner_costs_no_more_than_the_deadline(
     distant: str, new_process: NewProcess, new_pair: NewPair
 ) -> None:
     if distant == "fabric" and os.environ.get("KVLINK_FABRIC_PROVIDER") == "tcp;ofi_rxm":
-        pytest.skip("an endpoint of libfabric 1.17 that waits for an answer stays open: docs/hardware/fabric.md")
+        pytest.skip(
+            "an endpoint of libfabric 1.17 that waits for an answer stays open: docs/hardware/fabric.md"
+        )
     process = new_process()
     pair = new_pair(distant, at=process)
     pair.works()
