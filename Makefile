@@ -151,6 +151,13 @@ test-sanitizers: build-sanitizers ## C++ tests under ASan with UBSan, and under 
 test-transports: build $(VENV)/.checked ## the whole transport and fault suites, over processes
 	pytest -m "verify" tests/transports
 
+.PHONY: test-fabric
+test-fabric: FABRIC ?= sockets tcp;ofi_rxm
+test-fabric: build $(VENV)/.checked ## the same over fabric, by providers of libfabric that need no hardware; FABRIC='efa': by this one
+	for provider in $(foreach one,$(FABRIC),'$(one)'); do \
+	  KVLINK_TEST_TRANSPORTS=fabric KVLINK_FABRIC_PROVIDER=$$provider pytest -m verify tests/transports -k fabric || exit 1; \
+	done
+
 CAPI_PROGRAMS = kvlink_node kvlink_misuse kvlink_threads
 
 .PHONY: test-nixl

@@ -45,6 +45,7 @@ class Lane(NamedTuple):
 
 LANES = {
     "transports": Lane("make test-transports", 2),
+    "fabric": Lane("make test-fabric", 2),
     "capi": Lane("make test-capi", 2),
     "nixl": Lane("make test-nixl", 3),
     "hostile": Lane("make test-hostile", 2),
@@ -72,6 +73,7 @@ LANES = {
 
 # The first row whose pattern begins a changed path tells its lanes. The gate is run for every change.
 TOUCHED: Sequence[tuple[str, Iterable[str]]] = (
+    (r"csrc/transports/fabric", ("fabric", "sanitizers")),
     (r"csrc/transports/verbs", ("transports", "sanitizers", "rdma")),
     (r"csrc/(transports/cuda|staging|device)", ("transports", "sanitizers", "gpu")),
     (

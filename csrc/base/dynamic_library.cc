@@ -14,8 +14,8 @@ Result<Library> Library::open(std::initializer_list<const char*> names, const st
   return Status::Unavailable(why, fix);
 }
 
-void* Library::find(const char* symbol) {
-  void* const found = ::dlsym(handle_, symbol);
+void* Library::find(const char* symbol, const char* version) {
+  void* const found = version ? ::dlvsym(handle_, symbol, version) : ::dlsym(handle_, symbol);
   if (!found) missing_ = symbol;
   return found;
 }

@@ -21,12 +21,18 @@ class Library {
     into = reinterpret_cast<Function*>(find(symbol));
     return into != nullptr;
   }
+  /// As above, of a version of the symbol: a library may have several.
+  template <typename Function>
+  bool load(Function*& into, const char* symbol, const char* version) {
+    into = reinterpret_cast<Function*>(find(symbol, version));
+    return into != nullptr;
+  }
   const std::string& name() const { return name_; }
   const std::string& missing() const { return missing_; }
 
  private:
   Library(void* handle, std::string name) : handle_(handle), name_(std::move(name)) {}
-  void* find(const char* symbol);
+  void* find(const char* symbol, const char* version = nullptr);
 
   void* handle_;
   std::string name_, missing_;

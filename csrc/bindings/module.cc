@@ -92,9 +92,10 @@ void register_engine(py::module_& m) {
                        const std::vector<std::pair<std::string, uint32_t>>& nics, const RdmaOptions& rdma,
                        uint64_t bounce_bytes, const std::shared_ptr<GatherKernel>& cuda_kernel,
                        uint32_t gpu_blocks, const std::string& advertise, const std::string& worker,
-                       bool nics_named) {
-             TransportOptions how{host,       port,      fault,          {}, rdma, cuda_kernel,
-                                  gpu_blocks, advertise, {worker, epoch}};
+                       bool nics_named, const std::string& fabric_provider) {
+             TransportOptions how{
+                 host,           port, fault, {}, rdma, cuda_kernel, gpu_blocks, advertise, {worker, epoch},
+                 fabric_provider};
              how.nics.emplace();
              for (const auto& [name, mbps] : nics) how.nics->push_back({name, mbps, nics_named});
              const EngineOptions options{epoch,           transports,           how,
@@ -107,7 +108,8 @@ void register_engine(py::module_& m) {
            py::arg("num_lease_slots"), py::arg("num_progress_threads"), py::arg("inline_us"),
            py::arg("num_lanes"), py::arg("nics"), py::arg("rdma") = RdmaOptions{},
            py::arg("bounce_bytes") = 0, py::arg("cuda_kernel") = nullptr, py::arg("gpu_blocks") = 0,
-           py::arg("advertise") = "", py::arg("worker") = "", py::arg("nics_named") = false)
+           py::arg("advertise") = "", py::arg("worker") = "", py::arg("nics_named") = false,
+           py::arg("fabric_provider") = "")
       .def(
           "add_pool_region",
           [](Engine& self, const HostMemory& memory) { return take(self.add_pool_region(memory.range())); },
@@ -298,6 +300,23 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     }
     return rows;
   });
+  m.def(
+      "probe",
+      [](const std::string& transport) {
+        const TransportInfo* const info = find_transport(transport);
+        const Status probed = info ? without_gil(info->probe) : Status::Config("there is no such transport");
+        return py::make_tuple(probed.what(), probed.fix());
+      },
+      py::arg("transport"));
+  m.def(
+      "fabric_providers",
+      [](const std::string& host) {
+        py::list rows;
+        for (const FabricProvider& each : take(without_gil([&] { return fabric_providers(host); })))
+          rows.append(py::make_tuple(each.name, each.facts, each.why_not));
+        return rows;
+      },
+      py::arg("host"));
   m.def(
       "prior_cost",
       [](const std::string& transport) {

@@ -44,6 +44,7 @@ struct TransportOptions {
   uint32_t gpu_blocks = 0;     // the most blocks of a launch of it; 0: what the link needs
   std::string advertise = {};  // number that peers dial instead of `host`, which may be a wildcard then
   WorkerRun self = {};
+  std::string fabric_provider = {};  // of libfabric, "efa"; empty: its first that kvlink may use
 };
 
 }  // namespace kvlink

@@ -28,6 +28,9 @@ Result<std::unique_ptr<Transport>> cuda_make(const TransportOptions& options);
 Status verbs_probe();
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions& options);
 
+Status fabric_probe();
+Result<std::unique_ptr<Transport>> fabric_make(const TransportOptions& options);
+
 /// Wraps `inner` with the plan in `options.fault`. Returns kConfig with the grammar if the plan does not
 /// parse.
 Result<std::unique_ptr<Transport>> fault_wrap(std::unique_ptr<Transport> inner,

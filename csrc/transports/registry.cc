@@ -18,9 +18,18 @@ Status verbs_probe() {
 Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions&) { return verbs_probe(); }
 #endif
 
+#ifdef KVLINK_NO_FABRIC
+Status fabric_probe() {
+  return Status::Unavailable("kvlink was built without libfabric",
+                             "install libfabric-dev (dnf install libfabric-devel) and build again");
+}
+Result<std::unique_ptr<Transport>> fabric_make(const TransportOptions&) { return fabric_probe(); }
+Result<std::vector<FabricProvider>> fabric_providers(const std::string&) { return fabric_probe(); }
+#endif
+
 namespace {
 
-constexpr std::array<TransportInfo, 6> kTransports{{
+constexpr std::array<TransportInfo, 7> kTransports{{
     {"loopback", "copies inside this process", 1, loopback_probe, loopback_make},
     {"shm", "copies from a pool that both processes map; pools that kvlink allocated, same host", 1,
      shm_probe, shm_make},
@@ -30,13 +39,17 @@ constexpr std::array<TransportInfo, 6> kTransports{{
     {"verbs", "RDMA reads by the NICs; no CPU of the owner takes part", 4, verbs_probe, verbs_make},
     {"tcp", "sockets; the owner's thread sends, the reader receives in place; anywhere", 1, tcp_probe,
      tcp_make},
+    {"fabric", "RDMA reads by a provider of libfabric: EFA, Slingshot, Omni-Path; only where it is named", 1,
+     fabric_probe, fabric_make},
 }};
+constexpr size_t kNumUnnamed = kTransports.size() - 1;
 
 constexpr std::string_view kFault = "fault+";
 
 }  // namespace
 
-std::span<const TransportInfo> transports() { return kTransports; }
+std::span<const TransportInfo> transports() { return std::span(kTransports).first(kNumUnnamed); }
+std::span<const TransportInfo> all_transports() { return kTransports; }
 
 const TransportInfo* find_transport(std::string_view name, std::span<const TransportInfo> table) {
   if (name.starts_with(kFault)) name.remove_prefix(kFault.size());

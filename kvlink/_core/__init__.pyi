@@ -7,6 +7,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 NIC_SLICE_BYTES: Final[int]
 """NICs register memory in slices of so many bytes. Every slice of GPU memory has a dma-buf of its own."""
 
+def probe(transport: str) -> tuple[str, str]:
+    """Why this machine cannot use a transport, and the fix; also of those that `transports` does not have."""
+
+def fabric_providers(host: str) -> list[tuple[str, str, str]]:
+    """Name, facts and why not of each provider of libfabric here. Raises TransportUnavailable without libfabric."""
+
 def transports() -> list[tuple[str, str, int, str, str]]:
     """(name, summary, default lanes, why not here or "", fix) of every transport built in, best first."""
 
@@ -371,6 +377,7 @@ class Engine:
         advertise: str = "",
         worker: str = "",
         nics_named: bool = False,
+        fabric_provider: str = "",
     ) -> None:
         """`bounce_bytes` of host memory may be pinned for GPU memory that a transport does not reach; 0: none.
 

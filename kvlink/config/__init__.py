@@ -32,7 +32,7 @@ class WorkerConfig(RdmaConfig):
         "KVLINK_TRANSPORTS",
         "",
         "Selects the transports that this worker may use. `shm,tcp` allows only these, in this order; `^cma` allows "
-        "all others; `all`, or an empty value, allows all.",
+        "all others; `all`, or an empty value, allows all except fabric, which has to be named.",
         "By default each pair of workers uses the best transport that works at both ends. Set it to compare two.",
     )
     nics: str = setting(
@@ -41,6 +41,13 @@ class WorkerConfig(RdmaConfig):
         "Selects the NIC ports that verbs uses. `mlx5_0:1,mlx5_1` uses these; `^mlx5_2` excludes one; an empty value "
         "uses those nearest to the pool. `0000:1b:00.0=mlx5_0;0000:43:00.0=mlx5_1` sets a list for each GPU.",
         "Set it where some NICs carry other traffic. `kvlink topology` lists the ports and their distances.",
+    )
+    fabric_provider: str = setting(
+        "KVLINK_FABRIC_PROVIDER",
+        "",
+        "Selects the provider of libfabric that the transport fabric uses, such as `efa`, `cxi` or `tcp`. An empty "
+        "value uses libfabric's first that kvlink may use.",
+        "Set it to the same at both ends. fabric is used only where KVLINK_TRANSPORTS names it.",
     )
     gpudirect: str = setting(
         "KVLINK_GPUDIRECT",

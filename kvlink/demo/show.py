@@ -16,7 +16,7 @@ from rich.table import Table
 from kvlink.demo.route import STEPS, Cluster, Route, Row
 from kvlink.demo.servers import Options
 from kvlink.errors import ConfigError
-from kvlink.transfer.engine import host_transports, transports_here
+from kvlink.transfer.engine import host_transports, transports_here, why_not_here
 from kvlink.transfer.transport_names import select
 
 _TO_GPUS = ("cuda", "verbs", "tcp")  # the others cannot register GPU memory
@@ -44,7 +44,8 @@ def _choose(names: Sequence[str] | None, everywhere: Mapping[str, str], device: 
         return [name for name, reason in why_not.items() if not reason]
     chosen = select(",".join(names), list(why_not))
     for name in chosen:
-        if reason := why_not[name.removeprefix("fault+")]:
+        bare = name.removeprefix("fault+")
+        if reason := why_not[bare] if bare in why_not else why_not_here(bare):
             raise ConfigError(f"--transport {name} cannot work here: {reason}")
     return list(chosen)
 

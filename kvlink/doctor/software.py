@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kvlink.config import CATALOGUE, WorkerConfig, env_names, sources, unknown
-from kvlink.doctor import nixl
+from kvlink.doctor import fabric, nixl
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError
 from kvlink.hardware.device_caps import INSTALL as PYVERBS
@@ -29,6 +29,8 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
     for name, summary, lanes, why_not, fix in core.transports() if core else ():
         names.append(name)
         yield transport(name, summary, lanes, why_not, fix)
+    if core:
+        yield from fabric.checks(env, core.fabric_providers)
     yield options(env, names)
     yield torch()
     yield gpu(root)

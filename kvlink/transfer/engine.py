@@ -113,6 +113,12 @@ def transports_here() -> dict[str, str]:
     }
 
 
+def why_not_here(transport: str) -> str:
+    """Returns "" or why this machine cannot use a transport and the fix, also for those that are used only by name."""
+    why_not, fix = _core.probe(transport)
+    return f"{why_not}. {fix}" if why_not and fix else why_not
+
+
 def host_transports() -> dict[str, str]:
     """Returns the part of `transports_here` that pools in host memory use."""
     return {name: why_not for name, why_not in transports_here().items() if not _is_cuda(name)}
@@ -181,6 +187,7 @@ class Engine:
             cuda_kernel=self._kernel,
             gpu_blocks=config.gpu_blocks,
             worker=self.worker_id,
+            fabric_provider=config.fabric_provider,
             nics_named=any(names.ports and not names.excludes for names in parse_nics(config.nics).values()),
         )
         with ExitStack() as if_it_raises:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,20 @@ from kvlink import Worker, WorkerConfig, _core
 _names = itertools.count(1)
 
 
+NAMED = os.environ.get("KVLINK_TEST_TRANSPORTS", "").split()
+"""The suite runs over these, which may be used only where they are named, instead of all others."""
+
+
+def _here() -> list[tuple[str, str, str]]:
+    """Name, why this machine cannot use it, and the fix."""
+    named = [(name, *_core.probe(name)) for name in NAMED]
+    return named or [(name, why_not, fix) for name, _, _, why_not, fix in _core.transports()]
+
+
 def _params(only_other_processes: bool = False) -> list[Any]:
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why_not}. {fix}")] if why_not else [])
-        for name, _, _, why_not, fix in _core.transports()
+        for name, why_not, fix in _here()
         if (name == "cuda") == (USUAL == OWN_GPU) and not (only_other_processes and name == "loopback")
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 import time
@@ -40,6 +41,9 @@ from kvlink.errors import (
     TransferTimeout,
     UnknownRequest,
 )
+
+OWNER_SENDS = ("tcp", "fabric")
+"""A stopped owner serves nothing over these; of fabric, over providers without hardware."""
 
 NewPair = Callable[..., Pair]
 NewProcess = Callable[..., PeerProcess]
@@ -137,6 +141,10 @@ def times_out(pair: Pair, ticket: Ticket, lost: LostTime, stopped_at: float) -> 
 def test_a_stopped_owner_costs_no_more_than_the_deadline(
     distant: str, new_process: NewProcess, new_pair: NewPair
 ) -> None:
+    if distant == "fabric" and os.environ.get("KVLINK_FABRIC_PROVIDER") == "tcp;ofi_rxm":
+        pytest.skip(
+            "an endpoint of libfabric 1.17 that waits for an answer stays open: docs/hardware/fabric.md"
+        )
     process = new_process()
     pair = new_pair(distant, at=process)
     pair.works()
@@ -146,14 +154,14 @@ def test_a_stopped_owner_costs_no_more_than_the_deadline(
         stopped_at = time.monotonic()
         for ticket in tickets:
             started = time.monotonic()
-            if distant == "tcp":  # the owner's thread sends: the first pull finds out, others cannot connect
+            if distant in OWNER_SENDS:  # the first pull finds out, others cannot connect
                 times_out(pair, ticket, lost, stopped_at)
             else:
                 assert pair.pull(ticket, [20, 21], timeout_s=20).stats.settled
                 assert time.monotonic() - started - lost.since(started) < 0.5
     process.go_on()
     pair.works()
-    if distant == "tcp":
+    if distant in OWNER_SENDS:
         for ticket in tickets:
             pair.pull(ticket, [20, 21])
     for ticket in tickets:

@@ -93,6 +93,9 @@ def test_the_doctor_names_the_option_that_was_meant() -> None:
         ("^rdma", ["shm", "tcp"]),
         ("all", BUILT_IN),
         (" all ", BUILT_IN),
+        ("fabric", ["fabric"]),
+        ("tcp,fault+fabric", ["tcp", "fault+fabric"]),
+        ("^fabric", BUILT_IN),
     ],
 )
 def test_names_that_people_use_for_transports(spec: str, chosen: list[str]) -> None:

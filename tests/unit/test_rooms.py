@@ -24,6 +24,7 @@ ALLOWED = {
     "transports/cuda": {"base", "memory", "transport_api", "device", "transports", "transports/same_host"},
     "transports/tcp": {"base", "memory", "transport_api", "lease", "staging", "transports"},
     "transports/verbs": {"base", "memory", "transport_api", "transports"},
+    "transports/fabric": {"base", "memory", "transport_api", "transports", "transports/tcp"},
     "transports/fault": {"base", "transport_api", "transports"},
     "engine": {"base", "memory", "transport_api", "device", "plan", "lease", "staging", "transports"},
     "channel": {"base", "codec", "engine", "transports/tcp"},

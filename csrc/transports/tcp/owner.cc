@@ -181,6 +181,11 @@ bool Owner::fence(uint64_t connection_id) {
   return cut_served(admitted) > 0 || invited;
 }
 
+size_t Owner::num_served() {
+  std::lock_guard lock(lock_);
+  return served_.size();
+}
+
 void Owner::close() {
   std::lock_guard lock(lock_);
   pending_.clear();

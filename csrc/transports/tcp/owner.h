@@ -58,6 +58,8 @@ class Owner : public std::enable_shared_from_this<Owner> {
   /// Returns true if there were any.
   bool fence(uint64_t connection_id);
 
+  /// Returns how many readers are connected.
+  size_t num_served();
   int serve_fd() const { return epoll_.get(); }
   void serve();
   void close();
