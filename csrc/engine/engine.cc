@@ -327,7 +327,7 @@ Result<Accepted> Engine::accept(const std::string& transport, const std::vector<
   const uint32_t id = 1 + next_connection_++ % Announcement::kLastConnection;
   Accepted accepted{announces(*state->transport) ? id : 0, {}};
   Status why;
-  for (Result<std::string>& reply : state->transport->accept_lanes({id, caller}, hellos)) {
+  for (Result<std::string>& reply : state->transport->accept({id, caller}, Hellos(hellos))) {
     if (!reply.ok()) why = reply.status();
     accepted.replies.push_back(reply.ok() ? std::move(*reply) : std::string());  // empty: not this lane
   }

@@ -41,12 +41,8 @@ class WrappedTransport : public Transport {
     return wrap_lanes(inner_->open(owner_address, num_lanes, owner),
                       [this](uint32_t, std::unique_ptr<Endpoint> inner) { return wrap(std::move(inner)); });
   }
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return inner_->accept(reader, hello);
-  }
-  std::vector<Result<std::string>> accept_lanes(ReaderId reader,
-                                                std::span<const std::string> hellos) override {
-    return inner_->accept_lanes(reader, hellos);
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
+    return inner_->accept(reader, hellos);
   }
   bool fence(uint64_t connection_id) override { return inner_->fence(connection_id); }
   void serve() override { inner_->serve(); }

@@ -7,7 +7,7 @@
 //
 // A connection is made in three steps, the middle one carried by the control plane:
 //   reader: endpoint = transport.open(owner's address);  hello = endpoint->hello()
-//   owner:  reply    = transport.accept(reader, hello)
+//   owner:  reply    = transport.accept(reader, hello), for all lanes at once
 //   reader: endpoint->establish(reply); endpoint->import_region(key) once per region of the owner
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/patience.h"
@@ -67,6 +68,9 @@ class MemoryRegion {
   virtual std::string remote_key() const = 0;
 };
 
+/// What a reader says on each lane of a connection.
+using Hellos = std::span<const std::string>;
+
 /// The endpoints of one connection by lane, at least one. A lane that could not be opened is null.
 using Endpoints = std::vector<std::unique_ptr<Endpoint>>;
 
@@ -96,16 +100,12 @@ class Transport {
   /// that it is `owner`.
   virtual Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes,
                                  const WorkerRun& owner) = 0;
-  /// Admits the reader that sent `hello`. Callers share the room for readers that have not connected yet: a
+  /// Admits the reader that sent `hellos`, one a lane, and returns the reply to each. Lanes that may wait for
+  /// different networks wait side by side. Callers share the room for readers that have not connected yet: a
   /// flood by one caller drops only its own.
-  virtual Result<std::string> accept(ReaderId reader, std::string_view hello) = 0;
-  /// The same for all lanes of a connection, in their order. Lanes that may wait for different networks wait
-  /// side by side.
-  virtual std::vector<Result<std::string>> accept_lanes(ReaderId reader,
-                                                        std::span<const std::string> hellos) {
-    std::vector<Result<std::string>> replies;
-    for (const std::string& hello : hellos) replies.push_back(accept(reader, hello));
-    return replies;
+  virtual std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) = 0;
+  Result<std::string> accept(ReaderId reader, const std::string& hello) {
+    return std::move(accept(reader, Hellos(&hello, 1)).front());
   }
   /// Cuts every endpoint admitted under `connection_id` (0: none): on return none of them gets another byte.
   /// With Capabilities::guards, no reader is sent another byte under a guard that fails now. Returns false if
@@ -117,6 +117,14 @@ class Transport {
   /// Idempotent; ends every connection of the owner's side. No serve() afterwards.
   virtual void close() = 0;
 };
+
+/// Admits lanes one after the other by `accept(hello)`, which returns Result<std::string>.
+template <typename Accept>
+std::vector<Result<std::string>> accept_each(Hellos hellos, Accept accept) {
+  std::vector<Result<std::string>> replies;
+  for (const std::string& hello : hellos) replies.push_back(accept(hello));
+  return replies;
+}
 
 /// Opens `num_lanes` endpoints, at least one, by `open(lane)`, which returns
 /// Result<std::unique_ptr<Endpoint>>.

@@ -276,11 +276,13 @@ class CmaTransport : public Transport {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address, owner); });
   }
 
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    BlobReader from(hello, kMagic);
-    Challenge challenge;
-    if (!from.fields(challenge).done()) return Status::AccessDenied("not the hello of a cma endpoint");
-    return BlobWriter().u32(kMagic).u32(consent_->admit(reader.caller, challenge)).take();
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
+    return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+      BlobReader from(hello, kMagic);
+      Challenge challenge;
+      if (!from.fields(challenge).done()) return Status::AccessDenied("not the hello of a cma endpoint");
+      return BlobWriter().u32(kMagic).u32(consent_->admit(reader.caller, challenge)).take();
+    });
   }
 
   bool fence(uint64_t) override { return false; }

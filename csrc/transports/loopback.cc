@@ -197,17 +197,19 @@ class LoopbackTransport : public Transport {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    BlobReader from(hello, kMagic);
-    const uint64_t number = from.u64();
-    std::unique_lock lock(owner_->mutex);
-    const auto found = owner_->links.find(number);
-    if (!from.done() || owner_->closed || found == owner_->links.end()) {
-      return Status::AccessDenied("not the hello of a loopback endpoint of this owner");
-    }
-    found->second->connection = reader.connection_id;
-    found->second->admitted = true;
-    return BlobWriter().u32(kMagic).u64(number).take();
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
+    return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+      BlobReader from(hello, kMagic);
+      const uint64_t number = from.u64();
+      std::unique_lock lock(owner_->mutex);
+      const auto found = owner_->links.find(number);
+      if (!from.done() || owner_->closed || found == owner_->links.end()) {
+        return Status::AccessDenied("not the hello of a loopback endpoint of this owner");
+      }
+      found->second->connection = reader.connection_id;
+      found->second->admitted = true;
+      return BlobWriter().u32(kMagic).u64(number).take();
+    });
   }
 
   bool fence(uint64_t connection_id) override {

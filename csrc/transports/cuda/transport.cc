@@ -65,8 +65,10 @@ class CudaTransport : public Transport {
     return open_lanes(num_lanes, [&](uint32_t) { return open_one(owner_address); });
   }
 
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return server_->accept(reader.caller, hello);
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
+    return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+      return server_->accept(reader.caller, hello);
+    });
   }
   bool fence(uint64_t) override { return false; }
   void serve() override { server_->serve(); }

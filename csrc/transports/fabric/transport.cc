@@ -59,7 +59,7 @@ class FabricTransport final : public Transport {
   Result<std::unique_ptr<MemoryRegion>> register_memory(const MemoryRange& range, Access access,
                                                         const std::shared_ptr<Bounce>& through) override;
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun& owner) override;
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override;
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override;
   /// No provider takes back the right to read from one peer, so reads of ended leases fail by validation.
   bool fence(uint64_t) override { return false; }
   void serve() override;
@@ -142,9 +142,11 @@ Result<Endpoints> FabricTransport::open(std::string_view owner_address, uint32_t
   });
 }
 
-Result<std::string> FabricTransport::accept(ReaderId reader, std::string_view hello) {
-  if (Status known = tcp::check_hello(hello); !known.ok()) return known;
-  return Reply{proof_, nonce_, door_->admit(reader).encode()}.format();
+std::vector<Result<std::string>> FabricTransport::accept(ReaderId reader, Hellos hellos) {
+  return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+    if (Status known = tcp::check_hello(hello); !known.ok()) return known;
+    return Reply{proof_, nonce_, door_->admit(reader).encode()}.format();
+  });
 }
 
 /// Lets the provider answer peers. Returns false if it has more to do.

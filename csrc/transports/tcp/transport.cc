@@ -38,10 +38,12 @@ class TcpTransport final : public Transport {
     });
   }
 
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    const Status known = tcp::check_hello(hello);
-    if (!known.ok()) return known;
-    return owner_->admit(reader).encode();
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
+    return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+      const Status known = tcp::check_hello(hello);
+      if (!known.ok()) return known;
+      return owner_->admit(reader).encode();
+    });
   }
 
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // verbs: RDMA READ over reliable connected queue pairs, libibverbs opened at run time.
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "transports/factories.h"
@@ -86,11 +85,7 @@ class VerbsTransport final : public Transport {
     return std::make_unique<Region>(ports_, *region, access);
   }
   Result<Endpoints> open(std::string_view owner_address, uint32_t num_lanes, const WorkerRun&) override;
-  Result<std::string> accept(ReaderId reader, std::string_view hello) override {
-    return std::move(owner_->admit(reader, std::array{std::string(hello)}).front());
-  }
-  std::vector<Result<std::string>> accept_lanes(ReaderId reader,
-                                                std::span<const std::string> hellos) override {
+  std::vector<Result<std::string>> accept(ReaderId reader, Hellos hellos) override {
     return owner_->admit(reader, hellos);
   }
   bool fence(uint64_t connection_id) override { return owner_->fence(connection_id); }

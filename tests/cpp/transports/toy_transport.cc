@@ -139,8 +139,11 @@ class ToyTransport final : public Transport {
       return std::unique_ptr<Endpoint>(new ToyEndpoint(std::move(owner)));
     });
   }
-  Result<std::string> accept(ReaderId, std::string_view hello) override {
-    return hello == greeting() ? Result(greeting()) : Status::AccessDenied("not the hello of a toy endpoint");
+  std::vector<Result<std::string>> accept(ReaderId, Hellos hellos) override {
+    return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
+      return hello == greeting() ? Result(greeting())
+                                 : Status::AccessDenied("not the hello of a toy endpoint");
+    });
   }
   bool fence(uint64_t) override { return false; }
   void close() override { std::memset(cookie_.data(), 0, cookie_.size()); }
