@@ -61,6 +61,7 @@ HOW: dict[str, dict[str, str]] = {
         "curl -s http": _ENGINES,
     },
     "docs/hardware/day-one.md": {"pip install": "not run: takes minutes, and is for hosts with a GPU or an RDMA NIC"},
+    "docs/hardware/fabric.md": {"apt-get install": "not run: names an adapter; make test-fabric needs none"},
     "docs/hardware/gpudirect.md": {
         "kvlink doctor": "not run: its second line fails on a machine without a GPU and an RDMA NIC, as the page says",
         "docker run": "not run: needs docker, a GPU and an RDMA NIC",

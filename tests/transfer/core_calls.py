@@ -269,6 +269,7 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda: _core.kernel_target(0)
     ),  # these two first: what they load stays loaded
     "transports": lambda: Case(_core.transports),
+    "probe": lambda: Case(lambda: _core.probe("cma")),
     "CudaKernel.__init__": lambda: Case(lambda: kernel_for(0)),
     "CudaKernel.__del__": of_dropped(lambda: kernel_for(0)),
     "CudaMemory.__init__": lambda: Case(lambda: _core.CudaMemory(1 << 20, 0)),

@@ -58,6 +58,7 @@ EXEMPT = {
     "Engine.set_staging": _BEFORE,
     "Engine.staging_refused": _CONSTANT,
     "Engine.watch_ended": _MOMENT,
+    "fabric_providers": "releases the GIL as probe does, and does not wait where libfabric is absent",
     "Engine.watch_ports": _MOMENT,
     "HostMemory.address": _CONSTANT,
     "HostMemory.bytes": _CONSTANT,
