@@ -68,7 +68,7 @@ class MemoryRegion {
   virtual std::string remote_key() const = 0;
 };
 
-/// What a reader says on each lane of a connection.
+/// The hellos of one connection, one a lane.
 using Hellos = std::span<const std::string>;
 
 /// The endpoints of one connection by lane, at least one. A lane that could not be opened is null.
