@@ -56,7 +56,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"{_ENGINE}pull.cc:Pull::ask: swapped statements: actions_.push_back(action); control_->push(token()); -> "
         "control_->push(token()); actions_.push_back(action);":
             "both are done under the lock under which the control thread takes the actions",
-        f"{_ENGINE}engine.cc:Engine::accept: constant: kAcceptNs -> kAcceptNs + 1": "1 ns more of two seconds",
         f"{_ENGINE}engine.cc:Engine::open: swapped statements: std::erase_if(connections_, [](const auto& known) "
         "{ return k~61b75779 -> connections_.push_back(connection); std::erase_if(connection~82ff1239":
             "the new connection is held here, so it has not expired",
