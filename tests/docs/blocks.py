@@ -51,11 +51,11 @@ HOW: dict[str, dict[str, str]] = {
     "docs/getting-started/native.md": {"cmake -S": "tests/capi/test_example.py"},
     "docs/getting-started/prefixes.md": {"import kvlink": _CODE_TESTS},
     "docs/getting-started/quickstart.md": {
-        "pip install .": RUNS,
+        "pip install .     # in a checkout, unless": RUNS,
         "kvlink bench pull": RUNS,
         "python docs/examples/two_processes.py": RUNS,
         "pip install '.[router]'": _ENGINES,
-        "pip install .  ": _ENGINES,
+        "pip install .                 # in a checkout of kvlink": _ENGINES,
         "pip install '.[demo]'": "not run: tests/newcomer runs the same lines of transformers.md",
         "curl http": _ENGINES,
         "curl -s http": _ENGINES,
@@ -147,11 +147,13 @@ def blocks() -> list[Block]:
 
 
 def how(block: Block) -> str:
-    """Returns who runs a block. Raises KeyError for one that the table does not have."""
-    for beginning, runner in HOW.get(block.page, {}).items():
-        if block.text.startswith(beginning):
-            return runner
-    raise KeyError(block.page, block.text.split("\n", 1)[0])
+    """Returns who runs a block. Raises KeyError for one that the table does not have, or has twice."""
+    found = [
+        runner for beginning, runner in HOW.get(block.page, {}).items() if block.text.startswith(beginning)
+    ]
+    if len(found) != 1:
+        raise KeyError(block.page, block.text.split("\n", 1)[0])
+    return found[0]
 
 
 def block(page: str, beginning: str) -> str:
