@@ -48,6 +48,10 @@ class Reference(NamedTuple):
     """Returns the microseconds for as many bytes as one transfer has."""
 
 
+BY_NIC = ("verbs", "fabric")
+"""Transports that reach memory which this process does not: they have no limit by a copy."""
+
+
 def thread_counts(num_bytes: int) -> tuple[int, ...]:
     """Returns on how many threads a limit is measured: one, and for larger transfers as many as kvlink may use.
 
@@ -59,8 +63,9 @@ def thread_counts(num_bytes: int) -> tuple[int, ...]:
 
 def ways_of(transport: str, threads: Sequence[int]) -> list[str]:
     """Returns the names of the limits of a transport."""
-    names = {"tcp": ["socket stream"], "cma": ["process_vm_readv"], "verbs": []}
-    found = names.get(transport.removeprefix("fault+"), ["memcpy", "non-temporal copy"])
+    name = transport.removeprefix("fault+")
+    names = {"tcp": ["socket stream"], "cma": ["process_vm_readv"]}
+    found = [] if name in BY_NIC else names.get(name, ["memcpy", "non-temporal copy"])
     return [name if count == 1 else f"{name}, {count} threads" for name in found for count in threads]
 
 
@@ -86,7 +91,7 @@ def baselines_of(
 ) -> list[Baseline]:
     """Returns the baselines of a transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
-    if name == "verbs":
+    if name in BY_NIC:
         return []
     memory = memory_of(name, owner)
     copies = copies_from(name, owner, threads)
@@ -101,7 +106,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(name: str, owner: OwnerSide) -> Memory:
-    """Returns the memory of an owner's pool for any path except verbs."""
+    """Returns the memory of an owner's pool for any path except those of BY_NIC."""
     found = owner.call("memory")
     if name != "shm":
         return Memory(found["address"])

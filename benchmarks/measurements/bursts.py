@@ -21,7 +21,7 @@ import numpy as np
 from kvlink import Ticket, Worker
 from kvlink.errors import KVLinkError
 
-from ..harness.baselines import Copy, copies_from, memory_of, thread_counts
+from ..harness.baselines import BY_NIC, Copy, copies_from, memory_of, thread_counts
 from ..harness.contents import Contents, Ids
 from ..harness.owner import memory_for, pool_of, stacked
 from ..harness.processes import BenchError, OwnerSide, owner_process
@@ -80,7 +80,7 @@ class _Bursts:
         self._num_bytes = sum(group.layers * group.entries * group.entry_bytes for group in point.groups)
         name = transport.removeprefix("fault+")
         self._copies: dict[str, Copy] = {}
-        if name != "verbs":
+        if name not in BY_NIC:
             self._copies = copies_from(name, self._owner, thread_counts(self._num_bytes * largest))
             self._memory = memory_of(name, self._owner)
         self._names = map("burst-{}".format, count())

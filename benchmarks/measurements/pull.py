@@ -112,7 +112,7 @@ def _times(
     read = references.pop("bare read", None)
     medians = {name: float(np.median(us)) for name, us in references.items()}
     medians |= {name: float(np.median(score.us)) for name, score in bare.items()}
-    nothing = (float("nan"), "perftest is not installed")
+    nothing = (float("nan"), "none: perftest measures verbs")
     limit_us, limit = min(((us, name) for name, us in medians.items()), default=nothing)
     cpu_s = ours.cpu_ns / 1e9 / len(ours.us)
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvlink import BlockPool
+from kvlink import BlockPool, _core
 from kvlink.benchmarks import app
 from kvlink.benchmarks.harness import machine, results
 from kvlink.benchmarks.harness.block_draws import Order, pieces_of
@@ -83,6 +83,12 @@ def test_the_limit_of_a_large_pull_has_as_many_threads_as_kvlink(
     assert {name.partition(",")[0] for name in names} == {name for name in names if "threads" not in name}
     assert sum("2 threads" in name for name in names) * 2 == len(names)
     assert row["limit_us"] == min(row["limits_us"].values())
+
+
+@pytest.mark.skipif(bool(_core.probe("fabric")[0]), reason=_core.probe("fabric")[0] or "it runs here")
+def test_what_no_copy_reaches_has_no_limit() -> None:
+    [row] = pull.rows("fabric", 65_536, 48, 3)
+    assert (row["verified"], row["limit"], row["limits_us"]) == (True, "none: perftest measures verbs", {})
 
 
 @pytest.mark.parametrize("memory", ["own", "anonymous", "huge"])
