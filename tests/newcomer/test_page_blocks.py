@@ -65,9 +65,7 @@ def test_a_block_runs_as_it_stands(machine: FreshRoot, user: str, wheel: str, ea
     machine.run(f"pip install '{wheel}'", user, network=True)
     text = with_wheel(lines_of(found.text), wheel)
     if how(found) == SERVED:
-        text = (
-            f"kvlink coordinator >said &\nuntil grep -q coordinator said; do sleep 0.1; done\n{text}\nkill %1"
-        )
+        text = f"rm -f said\nkvlink coordinator >said &\nuntil grep -q coordinator said; do sleep 0.1; done\n{text}\nkill %1"
     machine.run(text, user, network="pip install" in text)
 
 
@@ -78,6 +76,7 @@ def test_monitoring(machine: FreshRoot, user: str, wheel: str) -> None:
     url, *_ = re.findall(r"`(http://127.0.0.1:\d+/)` is then the status page", page)
     seen = machine.run(
         f"""
+rm -f said
 (exec {serve}
 ) >said &
 {setting}
