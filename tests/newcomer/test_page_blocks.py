@@ -65,7 +65,8 @@ def test_a_block_runs_as_it_stands(machine: FreshRoot, user: str, wheel: str, ea
     machine.run(f"pip install '{wheel}'", user, network=True)
     text = with_wheel(lines_of(found.text), wheel)
     if how(found) == SERVED:
-        text = f"rm -f said\nkvlink coordinator >said &\nuntil grep -q coordinator said; do sleep 0.1; done\n{text}\nkill %1"
+        ready = "until grep -q coordinator said; do sleep 0.1; done"
+        text = f"rm -f said\nkvlink coordinator >said &\n{ready}\n{text}\nkill %1"
     machine.run(text, user, network="pip install" in text)
 
 
@@ -122,6 +123,7 @@ def test_a_coordinator_on_a_host_without_containers(machine: FreshRoot, user: st
         f"""
 mkdir /run/given
 {load}
+rm -f said
 ({exported}; exec {command}) >said &
 until grep -q "kvlink coordinator on" said; do sleep 0.1; done
 {block(page, "KVLINK_TLS_CA")}
