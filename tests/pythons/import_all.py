@@ -26,6 +26,7 @@ _MAY_BE_ABSENT = {
         "lmcache",
         "mooncake",
         "mori",
+        "mpi4py",
         "nixl",
         "nixl_cu12",
     ),
