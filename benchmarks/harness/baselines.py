@@ -48,7 +48,7 @@ class Reference(NamedTuple):
     """Returns the microseconds for as many bytes as one transfer has."""
 
 
-BY_NIC = ("verbs", "fabric")
+_BY_NIC = ("verbs", "fabric")
 """Transports that reach memory which this process does not: they have no limit by a copy."""
 
 
@@ -65,7 +65,7 @@ def ways_of(transport: str, threads: Sequence[int]) -> list[str]:
     """Returns the names of the limits of a transport."""
     name = transport.removeprefix("fault+")
     names = {"tcp": ["socket stream"], "cma": ["process_vm_readv"]}
-    found = [] if name in BY_NIC else names.get(name, ["memcpy", "non-temporal copy"])
+    found = [] if name in _BY_NIC else names.get(name, ["memcpy", "non-temporal copy"])
     return [name if count == 1 else f"{name}, {count} threads" for name in found for count in threads]
 
 
@@ -91,8 +91,6 @@ def baselines_of(
 ) -> list[Baseline]:
     """Returns the baselines of a transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
-    if name in BY_NIC:
-        return []
     memory = memory_of(name, owner)
     copies = copies_from(name, owner, threads)
     return [Baseline(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
@@ -106,7 +104,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(name: str, owner: OwnerSide) -> Memory:
-    """Returns the memory of an owner's pool for any path except those of BY_NIC."""
+    """Returns the memory of an owner's pool for any path."""
     found = owner.call("memory")
     if name != "shm":
         return Memory(found["address"])
@@ -116,10 +114,12 @@ def memory_of(name: str, owner: OwnerSide) -> Memory:
 
 def copies_from(name: str, owner: OwnerSide, threads: Sequence[int] = (1,)) -> dict[str, Copy]:
     """Returns the copiers from an owner's pool, in the order of `ways_of`. Each is for one thread at a time."""
-    if name == "tcp":
+    if name in _BY_NIC:
+        copies: list[Copy] = []
+    elif name == "tcp":
         port = owner.call("listen")["port"]
         streams = [[_bench.BaselineSink(port) for _ in range(count)] for count in threads]
-        copies: list[Copy] = [partial(_bench.BaselineSink.read_at_once, sinks) for sinks in streams]
+        copies = [partial(_bench.BaselineSink.read_at_once, sinks) for sinks in streams]
     elif name == "cma":
         copies = [partial(_bench.baseline_process_vm_readv, owner.pid, threads=count) for count in threads]
     else:

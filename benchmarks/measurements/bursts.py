@@ -21,7 +21,7 @@ import numpy as np
 from kvlink import Ticket, Worker
 from kvlink.errors import KVLinkError
 
-from ..harness.baselines import BY_NIC, Copy, copies_from, memory_of, thread_counts
+from ..harness.baselines import Copy, copies_from, memory_of, thread_counts
 from ..harness.contents import Contents, Ids
 from ..harness.owner import memory_for, pool_of, stacked
 from ..harness.processes import BenchError, OwnerSide, owner_process
@@ -79,10 +79,8 @@ class _Bursts:
         self._worker = stack.enter_context(Worker(self._pool, "bench-reader", transports=transport))
         self._num_bytes = sum(group.layers * group.entries * group.entry_bytes for group in point.groups)
         name = transport.removeprefix("fault+")
-        self._copies: dict[str, Copy] = {}
-        if name not in BY_NIC:
-            self._copies = copies_from(name, self._owner, thread_counts(self._num_bytes * largest))
-            self._memory = memory_of(name, self._owner)
+        self._copies = copies_from(name, self._owner, thread_counts(self._num_bytes * largest))
+        self._memory = memory_of(name, self._owner)
         self._names = map("burst-{}".format, count())
         self._rng = np.random.default_rng(_SEED)
 

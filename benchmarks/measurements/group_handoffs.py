@@ -19,7 +19,7 @@ import numpy as np
 from kvlink import BlockPool, KVLayout, Worker
 from kvlink.errors import ConfigError
 
-from ..harness.baselines import BY_NIC, Copy, Memory, copies_from, memory_of, thread_counts
+from ..harness.baselines import Copy, Memory, copies_from, memory_of, thread_counts
 from ..harness.block_draws import Order
 from ..harness.contents import Contents, Ids
 from ..harness.owner import stacked
@@ -159,8 +159,6 @@ def _baselines(
     threads: ThreadPoolExecutor,
 ) -> Baselines:
     name = transport.removeprefix("fault+")
-    if name in BY_NIC:
-        return Baselines({}, threads)
     memory = memory_of(name, owner)
     copies = copies_from(name, owner, thread_counts(1 << 30))
     return Baselines(

@@ -23,7 +23,7 @@ from kvlink import BlockPool, KVLayout
 from kvlink.layout import assign
 from kvlink.layout.kv_layout import common_layers
 
-from ..harness.baselines import BY_NIC, Copy, Memory, copies_from, memory_of, thread_counts
+from ..harness.baselines import Copy, Memory, copies_from, memory_of, thread_counts
 from ..harness.contents import Ids
 from ..harness.processes import OwnerSide
 
@@ -140,7 +140,7 @@ def baselines_between(
     name = transport.removeprefix("fault+")
     ways: dict[str, list[_Copies]] = {}
     counts = thread_counts(1 << 30) if len(owners) == len(pools) == 1 else (1,)
-    for owner in owners if name not in BY_NIC else ():
+    for owner in owners:
         memory = memory_of(name, owner.side)
         for pool in pools:
             if found := assign(pool.layout, owner.layout):

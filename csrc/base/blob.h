@@ -5,6 +5,7 @@
 // done() once.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
@@ -14,6 +15,11 @@
 #include <utility>
 
 namespace kvlink {
+
+/// Returns whether a name from another process may appear in messages.
+inline bool is_printable(std::string_view name) {
+  return std::all_of(name.begin(), name.end(), [](char byte) { return byte > ' ' && byte <= '~'; });
+}
 
 static_assert(std::endian::native == std::endian::little, "blobs are written as the host stores integers");
 

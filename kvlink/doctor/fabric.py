@@ -8,18 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvlink.config import WorkerConfig
 from kvlink.doctor.verdict import Check, Verdict
 from kvlink.errors import ConfigError, TransportUnavailable
+from kvlink.transfer.transport_names import select
 
 Providers = Callable[[str], Sequence[tuple[str, str, str]]]
 """Returns name, facts and why not of each provider, as `_core.fabric_providers` does."""
 
 
-def checks(env: Mapping[str, str], providers: Providers) -> Iterator[Check]:
-    """Yields a check for each provider, and one that says whether the chosen one is among them."""
+def checks(env: Mapping[str, str], transports: Sequence[str], providers: Providers) -> Iterator[Check]:
+    """Yields a check for each provider, and one that says whether the chosen one is among them.
+
+    `transports` are those of `_core.transports`.
+    """
     try:
         config = WorkerConfig.from_env(env)
+        chosen = select(config.transports, transports)
     except ConfigError:
         return  # software.options says so
-    if not any(name.strip().removeprefix("fault+") == "fabric" for name in config.transports.split(",")):
+    if not any(name.removeprefix("fault+") == "fabric" for name in chosen):
         return
     try:
         found = providers(config.host)

@@ -30,7 +30,7 @@ def checks(root: Path, env: Mapping[str, str]) -> Iterator[Check]:
         names.append(name)
         yield transport(name, summary, lanes, why_not, fix)
     if core:
-        yield from fabric.checks(env, core.fabric_providers)
+        yield from fabric.checks(env, names, core.fabric_providers)
     yield options(env, names)
     yield torch()
     yield gpu(root)

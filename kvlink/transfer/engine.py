@@ -107,15 +107,15 @@ def available_transports() -> list[str]:
 
 def transports_here() -> dict[str, str]:
     """Returns the built-in transports, best first, each with "" or why this machine cannot use it and the fix."""
-    return {
-        name: f"{why_not}. {fix}" if why_not and fix else why_not
-        for name, _, _, why_not, fix in _core.transports()
-    }
+    return {name: _sentences(why_not, fix) for name, _, _, why_not, fix in _core.transports()}
 
 
 def why_not_here(transport: str) -> str:
     """Returns "" or why this machine cannot use a transport and the fix, also for those that are used only by name."""
-    why_not, fix = _core.probe(transport)
+    return _sentences(*_core.probe(transport))
+
+
+def _sentences(why_not: str, fix: str) -> str:
     return f"{why_not}. {fix}" if why_not and fix else why_not
 
 

@@ -193,8 +193,8 @@ Result<Owned<fid_mr>> Domain::register_memory(const void* base, size_t bytes, ui
   Owned<fid_mr> made;
   int error = 0;
   const uint64_t key_bits = 8 * info_->domain_attr->mr_key_size;
-  // Whoever has the key reads the memory, so it is not to be guessed. rxm also reconnects to whatever process
-  // has the port after a restart, where keys that count from 1 would fit.
+  // A process with the key can read the memory, so keys are random. rxm also reconnects, without notice, to
+  // any process that has taken over the port, where sequential keys would be valid.
   for (int attempt = 0; attempt < 8; ++attempt) {
     const uint64_t key = key_bits < 64 ? random_u64() & ((uint64_t{1} << key_bits) - 1) : random_u64();
     error = ::fi_mr_reg(domain_.get(), base, bytes, access, 0, key, 0, made.out(), nullptr);

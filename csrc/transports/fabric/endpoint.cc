@@ -22,19 +22,19 @@ namespace {
 // its work nor of an operation that it could not take.
 constexpr int64_t kFirstLookNs = 50'000, kLastLookNs = 1'000'000;
 constexpr int64_t kLongerBy = 4;
-constexpr int64_t kDoorNs = 1'000'000;     // between two polls of the socket, a system call each
+constexpr int64_t kTcpLookNs = 1'000'000;  // between two polls of the socket, a system call each
 constexpr int64_t kCheckNs = 100'000'000;  // the same while nothing is under way
 constexpr int64_t kGoodbyeNs = 5'000'000;  // a round trip of any fabric, to an owner that has to wake
 constexpr Window kWindow{.chunk_bytes = 1 << 20, .chunk_ops = 1024, .depth = 8, .bytes = 8 << 20};
 
 class FabricEndpoint final : public Endpoint {
  public:
-  FabricEndpoint(std::unique_ptr<FiWire> wire, std::unique_ptr<Endpoint> door)
-      : wire_(std::move(wire)), door_(std::move(door)), queue_(*wire_, wire_->domain().limits()) {}
+  FabricEndpoint(std::unique_ptr<FiWire> wire, std::unique_ptr<Endpoint> liveness)
+      : wire_(std::move(wire)), liveness_(std::move(liveness)), queue_(*wire_, wire_->domain().limits()) {}
   ~FabricEndpoint() override { close(); }
 
   Status watch();
-  std::string hello() const override { return door_->hello(); }
+  std::string hello() const override { return liveness_->hello(); }
   Status establish(std::string_view reply, const Patience& patience) override;
   Result<uint32_t> import_region(std::string_view remote_key) override;
   const Traits& traits() const override { return traits_; }
@@ -52,7 +52,7 @@ class FabricEndpoint final : public Endpoint {
   Status check_read(const ReadOp& op, const Segment* segments) const;
 
   const std::unique_ptr<FiWire> wire_;
-  const std::unique_ptr<Endpoint> door_;
+  const std::unique_ptr<Endpoint> liveness_;
   PostQueue queue_;
   PollTimer timer_{kFirstLookNs, kLastLookNs, kLongerBy};
   UniqueFd epoll_;
@@ -60,10 +60,10 @@ class FabricEndpoint final : public Endpoint {
   std::vector<RemoteRegion> remotes_;
   Status broken_ = Status::Unreachable("the owner is not connected");
   bool open_ = true;
-  int64_t looked_ns_ = 0;  // at the door
+  int64_t looked_ns_ = 0;  // at the tcp connection
 };
 
-/// Before establish(), which connects the door.
+/// Before establish(), which connects by tcp.
 Status FabricEndpoint::watch() {
   static const std::string kDoing = "fabric cannot watch a connection";
   Result<UniqueFd> epoll = sys::epoll(kDoing, Code::kTransportUnavailable);
@@ -79,10 +79,10 @@ Status FabricEndpoint::watch() {
 Status FabricEndpoint::establish(std::string_view reply, const Patience& patience) {
   const auto parsed = Reply::parse(reply);
   if (!parsed) return Status::Unreachable("protocol error: the owner admitted us with a malformed reply");
-  if (Status status = door_->establish(parsed->invitation, patience); !status.ok()) return status;
+  if (Status status = liveness_->establish(parsed->invitation, patience); !status.ok()) return status;
   if (Status status = prove(*parsed, patience); !status.ok()) return status;
-  // A door that is not watched is still polled now and then.
-  static_cast<void>(sys::watch(epoll_.get(), door_->traits().wake_fd, EPOLLIN | EPOLLRDHUP, 0));
+  // A tcp connection that is not watched is still polled now and then.
+  static_cast<void>(sys::watch(epoll_.get(), liveness_->traits().wake_fd, EPOLLIN | EPOLLRDHUP, 0));
   broken_ = {};
   return {};
 }
@@ -151,10 +151,10 @@ PollResult FabricEndpoint::poll(int64_t now, bool waiting, std::vector<Completio
   PollResult result;
   if (broken_.ok()) broken_ = queue_.drive(remotes_, ended, result.progressed);
   if (result.progressed) timer_.progressed();
-  if (broken_.ok() && !result.progressed && now - looked_ns_ >= kDoorNs) {
+  if (broken_.ok() && !result.progressed && now - looked_ns_ >= kTcpLookNs) {
     looked_ns_ = now;
     std::vector<Completion> none;
-    broken_ = door_->poll(now, waiting, none).status;
+    broken_ = liveness_->poll(now, waiting, none).status;
   }
   if (waiting) result.next_check_ns = now + kCheckNs;
   result.status = broken_;
@@ -184,16 +184,16 @@ void FabricEndpoint::close() {
   wire_->close();
   timer_.close();
   epoll_.reset();
-  door_->close();
+  liveness_->close();
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<const Domain> domain, const Address& owner,
-                                                std::unique_ptr<Endpoint> door) {
+                                                std::unique_ptr<Endpoint> liveness) {
   auto wire = FiWire::open(std::move(domain), owner.endpoint);
   if (!wire.ok()) return wire.status();
-  auto made = std::make_unique<FabricEndpoint>(std::move(*wire), std::move(door));
+  auto made = std::make_unique<FabricEndpoint>(std::move(*wire), std::move(liveness));
   if (Status status = made->watch(); !status.ok()) return status;
   return Result<std::unique_ptr<Endpoint>>(std::move(made));
 }

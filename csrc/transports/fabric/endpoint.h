@@ -9,8 +9,8 @@
 
 namespace kvlink::fabric {
 
-/// `door` connects to the owner's Address::door.
+/// `liveness` connects to the owner's Address::liveness.
 Result<std::unique_ptr<Endpoint>> open_endpoint(std::shared_ptr<const Domain> domain, const Address& owner,
-                                                std::unique_ptr<Endpoint> door);
+                                                std::unique_ptr<Endpoint> liveness);
 
 }  // namespace kvlink::fabric

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/fabric/protocol.h"
 
-#include <algorithm>
-
 #include "base/blob.h"
 
 namespace kvlink::fabric {
@@ -11,12 +9,7 @@ namespace {
 constexpr uint32_t kAddressMagic = 0x3161'666b;  // "kfa1"
 constexpr uint32_t kReplyMagic = 0x3172'666b;    // "kfr1"
 constexpr uint32_t kKeyMagic = 0x316b'666b;      // "kfk1"
-constexpr size_t kMaxNameBytes = 64, kMaxEndpointBytes = 256, kMaxDoorBytes = 256;
-
-/// Names from the other side appear in messages.
-bool printable(std::string_view name) {
-  return !name.empty() && std::all_of(name.begin(), name.end(), [](char c) { return c > ' ' && c <= '~'; });
-}
+constexpr size_t kMaxNameBytes = 64, kMaxEndpointBytes = 256, kMaxTcpBytes = 256;
 
 void write(BlobWriter& to, const RemoteRegion& region) {
   to.u32(static_cast<uint32_t>(region.access)).u64(region.bytes).u64(region.base).u64(region.key);
@@ -32,7 +25,7 @@ bool read(BlobReader& from, RemoteRegion& region) {
 }  // namespace
 
 std::string Address::format() const {
-  return BlobWriter().u32(kAddressMagic).bytes(provider).bytes(endpoint).bytes(door).take();
+  return BlobWriter().u32(kAddressMagic).bytes(provider).bytes(endpoint).bytes(liveness).take();
 }
 
 std::optional<Address> Address::parse(std::string_view blob) {
@@ -40,8 +33,9 @@ std::optional<Address> Address::parse(std::string_view blob) {
   Address address;
   address.provider = from.bytes(kMaxNameBytes);
   address.endpoint = from.bytes(kMaxEndpointBytes);
-  address.door = from.bytes(kMaxDoorBytes);
-  if (!from.done() || !printable(address.provider) || address.endpoint.empty()) return {};
+  address.liveness = from.bytes(kMaxTcpBytes);
+  if (!from.done() || address.provider.empty() || !is_printable(address.provider) || address.endpoint.empty())
+    return {};
   return address;
 }
 
@@ -56,7 +50,7 @@ std::optional<Reply> Reply::parse(std::string_view blob) {
   BlobReader from(blob, kReplyMagic);
   Reply reply;
   reply.nonce = from.u64();
-  reply.invitation = from.bytes(kMaxDoorBytes);
+  reply.invitation = from.bytes(kMaxTcpBytes);
   if (!read(from, reply.proof) || !from.done() || reply.proof.bytes != sizeof reply.nonce) return {};
   return reply;
 }

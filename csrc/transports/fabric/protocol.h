@@ -15,7 +15,7 @@ namespace kvlink::fabric {
 struct Address {
   std::string provider;  // of libfabric, "tcp;ofi_rxm"
   std::string endpoint;  // as the provider names it
-  std::string door;      // of the tcp socket that shows whether the owner lives, see transports/tcp
+  std::string liveness;  // of the tcp socket that shows whether the owner lives, see transports/tcp
 
   std::string format() const;
   static std::optional<Address> parse(std::string_view blob);
@@ -25,7 +25,7 @@ struct Address {
 struct Reply {
   RemoteRegion proof;
   uint64_t nonce = 0;
-  std::string invitation;  // to the door
+  std::string invitation;  // to the tcp connection
 
   std::string format() const;
   static std::optional<Reply> parse(std::string_view blob);

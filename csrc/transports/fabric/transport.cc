@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // fabric: reads by a provider of libfabric, for networks that verbs does not reach. Readers also keep a tcp
-// socket to the owner, the door: it tells each end whether the other lives, which no reliable datagram
+// connection to the owner: it tells each end whether the other lives, which no reliable datagram
 // endpoint does, and the owner whether anybody may read.
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
@@ -49,8 +49,8 @@ class Region final : public MemoryRegion {
 
 class FabricTransport final : public Transport {
  public:
-  FabricTransport(std::shared_ptr<Served> served, std::shared_ptr<tcp::Owner> door)
-      : served_(std::move(served)), door_(std::move(door)) {}
+  FabricTransport(std::shared_ptr<Served> served, std::shared_ptr<tcp::Owner> liveness)
+      : served_(std::move(served)), liveness_(std::move(liveness)) {}
   ~FabricTransport() override { close(); }
 
   Status start();
@@ -72,7 +72,7 @@ class FabricTransport final : public Transport {
   void set_timer(int64_t ns);
 
   const std::shared_ptr<Served> served_;  // regions that outlive the transport hold it too
-  const std::shared_ptr<tcp::Owner> door_;
+  const std::shared_ptr<tcp::Owner> liveness_;
   std::string address_;
   const uint64_t nonce_ = random_u64();
   Owned<fid_mr> proof_region_;
@@ -92,7 +92,7 @@ Status FabricTransport::open_descriptors() {
   epoll_ = std::move(*epoll);
   timer_ = std::move(*timer);
   const int queue = domain().manual() ? served_->port.wait_fd : -1;
-  const bool watched = sys::watch(epoll_.get(), door_->serve_fd(), EPOLLIN, 0) &&
+  const bool watched = sys::watch(epoll_.get(), liveness_->serve_fd(), EPOLLIN, 0) &&
                        sys::watch(epoll_.get(), timer_.get(), EPOLLIN, 0) &&
                        (queue < 0 || sys::watch(epoll_.get(), queue, EPOLLIN, 0));
   return watched ? Status{} : sys::transport_failed(kDoing, "epoll_ctl", errno);
@@ -102,7 +102,7 @@ Status FabricTransport::start() {
   if (Status status = open_descriptors(); !status.ok()) return status;
   const auto name = domain().name_of(served_->port);
   if (!name.ok()) return name.status();
-  address_ = Address{domain().provider(), *name, door_->address().encode()}.format();
+  address_ = Address{domain().provider(), *name, liveness_->address().encode()}.format();
   MemoryRange nonce;
   nonce.base = reinterpret_cast<std::byte*>(const_cast<uint64_t*>(&nonce_));  // peers only read it
   nonce.bytes = sizeof nonce_;
@@ -130,22 +130,22 @@ Result<Endpoints> FabricTransport::open(std::string_view owner_address, uint32_t
                                         const WorkerRun&) {
   const auto address = Address::parse(owner_address);
   if (!address) return Status::Unavailable("the owner's fabric address is malformed", {});
-  const auto door = tcp::Address::parse(address->door);
-  if (!door.ok()) return door.status();
+  const auto liveness = tcp::Address::parse(address->liveness);
+  if (!liveness.ok()) return liveness.status();
   if (address->provider != domain().provider()) {
     return Status::Unavailable("the owner uses the provider " + address->provider +
                                    " of libfabric, and this worker " + domain().provider(),
                                "set KVLINK_FABRIC_PROVIDER to the same at both ends");
   }
   return open_lanes(num_lanes, [&](uint32_t lane) {
-    return open_endpoint(served_->domain, *address, tcp::make_reader(*door, lane));
+    return open_endpoint(served_->domain, *address, tcp::make_reader(*liveness, lane));
   });
 }
 
 std::vector<Result<std::string>> FabricTransport::accept(ReaderId reader, Hellos hellos) {
   return accept_each(hellos, [&](std::string_view hello) -> Result<std::string> {
     if (Status known = tcp::check_hello(hello); !known.ok()) return known;
-    return Reply{proof_, nonce_, door_->admit(reader).encode()}.format();
+    return Reply{proof_, nonce_, liveness_->admit(reader).encode()}.format();
   });
 }
 
@@ -170,13 +170,13 @@ void FabricTransport::set_timer(int64_t ns) {
 }
 
 void FabricTransport::serve() {
-  door_->serve();
+  liveness_->serve();
   uint64_t ticks;
   [[maybe_unused]] const ssize_t ticked = ::read(timer_.get(), &ticks, sizeof ticks);
   if (!domain().manual()) return;
   const bool rests = drive();
   const int64_t now = now_ns();
-  const size_t num_readers = door_->num_served();
+  const size_t num_readers = liveness_->num_served();
   if (num_readers > num_readers_) changed_ns_ = now;
   num_readers_ = num_readers;
   const bool often = served_->port.wait_fd < 0 || now - changed_ns_ < kNewNs;
@@ -184,7 +184,7 @@ void FabricTransport::serve() {
 }
 
 void FabricTransport::close() {
-  door_->close();
+  liveness_->close();
   proof_region_.reset();
   served_->port.close();
   timer_.reset();
@@ -214,12 +214,12 @@ Result<std::unique_ptr<Transport>> fabric_make(const TransportOptions& options) 
   if (!domain.ok()) return domain.status();
   auto port = (*domain)->open_port(fabric::kServedOps);
   if (!port.ok()) return port.status();
-  TransportOptions at_door = options;
-  at_door.port = 0;  // tcp's own has that one
-  auto door = tcp::Owner::listen(at_door);
-  if (!door.ok()) return door.status();
+  TransportOptions at_any_port = options;
+  at_any_port.port = 0;  // tcp's own has that one
+  auto liveness = tcp::Owner::listen(at_any_port);
+  if (!liveness.ok()) return liveness.status();
   auto served = std::make_shared<fabric::Served>(fabric::Served{std::move(*domain), std::move(*port)});
-  auto made = std::make_unique<fabric::FabricTransport>(std::move(served), std::move(*door));
+  auto made = std::make_unique<fabric::FabricTransport>(std::move(served), std::move(*liveness));
   if (Status status = made->start(); !status.ok()) return status;
   return Result<std::unique_ptr<Transport>>(std::move(made));
 }

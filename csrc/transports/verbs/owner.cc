@@ -117,13 +117,14 @@ std::vector<Result<std::string>> Owner::admit(ReaderId reader, std::span<const s
       replies[lane] = Status::AccessDenied("the reader asks for a port that does not exist");
   }
   std::erase_if(by_port, std::mem_fn(&std::vector<Lane>::empty));
-  std::vector<std::future<void>> others;  // ended by their destructors
-  for (const std::vector<Lane>& lanes : by_port) {
-    const auto job = [this, reader, &lanes] { admit_at_port(reader, lanes); };
-    if (&lanes != &by_port.back()) others.push_back(aside(job));
-    if (&lanes == &by_port.back() || !others.back().valid()) job();
+  std::vector<std::future<void>> others;
+  for (size_t port = 1; port < by_port.size(); ++port) {
+    const auto job = [this, reader, &lanes = by_port[port]] { admit_at_port(reader, lanes); };
+    others.push_back(aside(job));
+    if (!others.back().valid()) job();
   }
-  others.clear();
+  if (!by_port.empty()) admit_at_port(reader, by_port.front());
+  others.clear();  // waits for them: they write into `replies`
   return replies;
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transports/verbs/protocol.h"
 
-#include <algorithm>
-
 #include "base/blob.h"
 
 namespace kvlink::verbs {
@@ -17,11 +15,6 @@ constexpr size_t kMaxNameBytes = 64;
 constexpr uint32_t k24Bits = 0xff'ffff;
 constexpr uint32_t kMaxMtu = 5;               // IBV_MTU_4096
 constexpr uint32_t kEthernet = 1, kByCm = 2;  // flags of a NicAddress
-
-/// Names from the other side appear in messages.
-bool printable(std::string_view name) {
-  return std::all_of(name.begin(), name.end(), [](char byte) { return byte > ' ' && byte <= '~'; });
-}
 
 void write(BlobWriter& to, const QpAddress& qp) {
   to.u32(qp.qpn).u32(qp.psn).u32(qp.lid).u32(qp.mtu).u32(qp.reads_out).u32(qp.reads_in).bytes(qp.gid);
@@ -63,7 +56,7 @@ std::optional<Address> Address::parse(std::string_view blob) {
     nic.by_cm = flags & kByCm;
     from.fields(nic.lid, nic.mbps, nic.gid);
     if (!from.ok() || flags > (kEthernet | kByCm) || nic.lid > UINT16_MAX || nic.mbps == 0 ||
-        !printable(nic.name))
+        !is_printable(nic.name))
       return {};
     address.nics.push_back(std::move(nic));
   }

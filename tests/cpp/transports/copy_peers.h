@@ -327,4 +327,26 @@ struct RemotePair {
   Reader reader;
 };
 
+/// The bytes of an Owner's pool.
+inline std::vector<std::byte> expected_pool(uint64_t seed = 1) {
+  std::vector<std::byte> bytes(kPoolBytes);
+  fill_random({bytes.data(), bytes.size()}, seed);
+  return bytes;
+}
+
+inline Scatter whole_pool(Reader& reader, uint32_t piece_bytes = kPoolBytes) {
+  Scatter scatter;
+  for (uint64_t at = 0; at < kPoolBytes; at += piece_bytes)
+    scatter.add(kPool, at, {{reader.destination.data() + at, piece_bytes, 0}});
+  return scatter;
+}
+
+/// A blob cut at each place, with a byte too many, and of another magic.
+inline std::vector<std::string> spoilt(const std::string& blob) {
+  std::vector<std::string> all{blob + "x", blob};
+  all.back()[0] ^= 1;
+  for (size_t i = 0; i < blob.size(); ++i) all.push_back(blob.substr(0, i));
+  return all;
+}
+
 }  // namespace kvlink::testing

@@ -44,16 +44,6 @@ void expect_landed(const Reader& reader, const std::byte* pool, uint32_t block_b
   EXPECT_TRUE(reader.destination == expected);
 }
 
-/// The pool of every Owner with the default seed.
-const std::byte* expected_pool() {
-  static const auto pool = [] {
-    auto memory = allocate(kPoolBytes);
-    fill_random(memory->range(), 1);
-    return memory;
-  }();
-  return pool->range().base;
-}
-
 class CopyTransport : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(All, CopyTransport, ::testing::Values("loopback", "shm", "cma", "toy"),
                          [](const auto& param) { return std::string(param.param); });
@@ -83,7 +73,7 @@ TEST_P(RemoteCopyTransport, ReadsEveryByteOfAnotherProcess) {
   const Scatter scatter = scattered_blocks(pair.reader, 16384, 300, places);
   const Status status = pair.reader.read(scatter);
   ASSERT_TRUE(status.ok()) << status.what();
-  expect_landed(pair.reader, expected_pool(), 16384, places);
+  expect_landed(pair.reader, expected_pool().data(), 16384, places);
 }
 
 TEST_P(CopyTransport, CompletesInOrderOfPosts) {
@@ -294,7 +284,7 @@ TEST_P(RemoteCopyTransport, ReadsFromAStoppedOwner) {
   RemotePair pair(GetParam());
   pair.owner.stop();
   ASSERT_TRUE(pair.reader.read_at(kPool, 4096, 1 << 20).ok());
-  EXPECT_EQ(std::memcmp(pair.reader.destination.data(), expected_pool() + 4096, 1 << 20), 0);
+  EXPECT_EQ(std::memcmp(pair.reader.destination.data(), &expected_pool()[4096], 1 << 20), 0);
 }
 
 TEST_P(CopyTransport, RefusesMalformedBlobs) {
@@ -304,14 +294,6 @@ TEST_P(CopyTransport, RefusesMalformedBlobs) {
   ASSERT_TRUE(opened.ok());
   const std::string hello = (*opened)->hello();
   const std::string reply = pair.accept(hello);
-  const auto spoilt = [](const std::string& blob) {
-    std::vector<std::string> all{"", blob + "x"};
-    for (size_t i = 0; i < blob.size(); ++i) all.push_back(blob.substr(0, i));
-    std::string other_magic = blob;
-    other_magic[0] ^= 1;
-    all.push_back(other_magic);
-    return all;
-  };
   for (const auto& blob : spoilt(card.address)) {
     EXPECT_EQ(open_one(*pair.reader.transport, blob).status().code(), Code::kTransportUnavailable);
   }

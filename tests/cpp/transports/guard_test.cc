@@ -27,12 +27,6 @@ Chunk guarded(const Scatter& scatter, const Guard& guard = kGuard) {
   return {.ops = scatter.ops, .segments = scatter.segments.data(), .guard = guard};
 }
 
-Scatter whole_pool(Reader& reader) {
-  Scatter scatter;
-  scatter.add(kPool, 0, {{reader.destination.data(), kPoolBytes, 0}});
-  return scatter;
-}
-
 size_t count(const std::vector<std::byte>& bytes, std::byte value) {
   return static_cast<size_t>(std::count(bytes.begin(), bytes.end(), value));
 }

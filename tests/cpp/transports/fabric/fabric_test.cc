@@ -30,24 +30,9 @@ class Fabric : public ::testing::TestWithParam<const char*> {
 INSTANTIATE_TEST_SUITE_P(All, Fabric, ::testing::Values("sockets", "rxm"),
                          [](const auto& param) { return std::string(param.param); });
 
-const std::byte* expected_pool() {
-  static const auto pool = [] {
-    auto memory = allocate(kPoolBytes);
-    fill_random(memory->range(), 1);
-    return memory;
-  }();
-  return pool->range().base;
-}
-
-Scatter whole_pool(Reader& reader) {
-  Scatter scatter;
-  for (uint64_t at = 0; at < kPoolBytes; at += 1 << 20)
-    scatter.add(kPool, at, {{reader.destination.data() + at, 1 << 20, 0}});
-  return scatter;
-}
-
 TEST_P(Fabric, ReadsEveryByteOfScatteredPieces) {
   RemotePair pair(GetParam());
+  const std::vector<std::byte> pool = expected_pool();
   std::mt19937_64 random(5);
   Scatter scatter;
   std::vector<std::byte> expected(kPoolBytes, kPoison);
@@ -64,8 +49,7 @@ TEST_P(Fabric, ReadsEveryByteOfScatteredPieces) {
       left -= bytes;
     }
     scatter.add(kPool, uint64_t{from[to]} * kBlock, pieces);
-    std::memcpy(expected.data() + uint64_t{to} * kBlock, expected_pool() + uint64_t{from[to]} * kBlock,
-                kBlock);
+    std::memcpy(expected.data() + uint64_t{to} * kBlock, &pool[uint64_t{from[to]} * kBlock], kBlock);
   }
   const Status status = pair.reader.read(scatter);
   ASSERT_TRUE(status.ok()) << status.what();
@@ -121,7 +105,7 @@ TEST_P(Fabric, NoticesAnOwnerThatIsKilled) {
 TEST_P(Fabric, NoticesAnOwnerThatIsKilledAmidReads) {
   for (int i = 0; i < 2; ++i) {
     RemotePair pair(GetParam());
-    const Scatter large = whole_pool(pair.reader);
+    const Scatter large = whole_pool(pair.reader, 1 << 20);
     std::thread killer([&] { pair.owner.kill(SIGKILL); });
     Status status;
     for (const int64_t deadline = now_ns() + 20 * kSecondNs; status.ok() && now_ns() < deadline;)
@@ -151,7 +135,7 @@ TEST_P(Fabric, LandsNothingAfterItIsClosedAmidReads) {
   for (int i = 0; i < 3; ++i) {
     Reader reader(GetParam(), pair.owner.card(),
                   [&](const std::string& hello) { return pair.owner.accept(42, hello); });
-    const Scatter large = whole_pool(reader);
+    const Scatter large = whole_pool(reader, 1 << 20);
     begin_reading(reader, large);
     reader.endpoint->close();
     reader.poison();
@@ -164,7 +148,7 @@ TEST_P(Fabric, LandsNothingAfterItIsClosedWhileTheOwnerIsStopped) {
   RemotePair pair(GetParam());
   Reader reader(GetParam(), pair.owner.card(),
                 [&](const std::string& hello) { return pair.owner.accept(42, hello); });
-  const Scatter large = whole_pool(reader);
+  const Scatter large = whole_pool(reader, 1 << 20);
   begin_reading(reader, large);
   pair.owner.stop();
   reader.endpoint->close();
@@ -192,11 +176,6 @@ TEST_P(Fabric, RefusesMalformedBlobs) {
   auto opened = open_one(*pair.reader.transport, card.address);
   ASSERT_TRUE(opened.ok());
   const std::string hello = (*opened)->hello(), reply = pair.accept(hello);
-  const auto spoilt = [](const std::string& blob) {
-    std::vector<std::string> all{"", blob + "x"};
-    for (size_t i = 0; i < blob.size(); ++i) all.push_back(blob.substr(0, i));
-    return all;
-  };
   for (const auto& blob : spoilt(card.address))
     EXPECT_EQ(open_one(*pair.reader.transport, blob).status().code(), Code::kTransportUnavailable);
   for (const auto& blob : spoilt(hello)) EXPECT_FALSE(pair.owner.transport->accept(1, blob).ok());

@@ -321,12 +321,6 @@ struct DeviceOwner {
   std::unique_ptr<Server> server;
 };
 
-Scatter whole_pool(Reader& reader) {
-  Scatter scatter;
-  scatter.add(kPool, 0, {{reader.destination.data(), kPoolBytes, 0}});
-  return scatter;
-}
-
 void await_copies(FakeDevice& device, Reader& reader) {
   std::vector<Completion> ended;
   while (device.num_under_way() == 0) ASSERT_TRUE(poll_once(*reader.endpoint, ended).status.ok());

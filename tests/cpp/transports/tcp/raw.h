@@ -47,13 +47,6 @@ inline std::string write_frame(const tcp::WriteEntry& entry, uint64_t value) {
   return raw(tcp::RequestHeader{tcp::kFrameMagic, tcp::FrameKind::kWrite, 0, value}) + raw(entry);
 }
 
-/// The bytes of an Owner's pool.
-inline std::vector<std::byte> expected_pool(uint64_t seed = 1) {
-  std::vector<std::byte> bytes(kPoolBytes);
-  fill_random({bytes.data(), bytes.size()}, seed);
-  return bytes;
-}
-
 inline void expect_landed(const Scatter& scatter, const std::vector<std::byte>& pool) {
   for (const ReadOp& op : scatter.ops) {
     uint64_t offset = op.offset;
