@@ -34,10 +34,11 @@ demo: build ## prefill in one process, decode in another, over every transport
 	kvlink demo --transport all
 
 # The gate: nothing in it waits, races or judges by a clock. CONTRIBUTING.md describes the tiers.
+# Two processes of pytest take the files in turn.
 .PHONY: test
 test: export PYTHONHASHSEED := 0
 test: lint test-cpp ## lint, C++ tests, Python tests, one demo, the site, the wheel: all that a change must pass
-	pytest -m "not engines and not netns and not softroce and not slow and not newcomer and not verify"
+	pytest -n 2 --dist loadfile -m "not engines and not netns and not softroce and not slow and not newcomer and not verify"
 	kvlink demo
 	! python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(MAKE) --no-print-directory docs
 	.ci/test-wheel $(PYTHON)
