@@ -26,8 +26,8 @@ from kvlink.layout import num_seats
 
 _PAGES, _HEADS, _ROWS, _BLOCK_TOKENS = 12, 4, 3, 8
 _X = 16
-_WIDTHS = {"MAMBA2": (_X, 8, 8), "GDN_ATTN": (8, 8, _X), "KDA": (_X, _X, _X)}
-"""The columns of the projections of the whole model: x, B, C, or Q, K, V. x and V have 4 columns a head."""
+_WIDTHS = {"MAMBA1": (_X,), "MAMBA2": (_X, 8, 8), "GDN_ATTN": (8, 8, _X), "KDA": (_X, _X, _X)}
+"""The columns of the projections of the whole model: x, x, B, C, or Q, K, V. x and V have 4 columns a head."""
 
 
 def _shapes(tp: int, columns_first: bool, kind: str = "MAMBA2") -> tuple[tuple[int, ...], ...]:
@@ -73,8 +73,12 @@ def test_kda_is_cut_as_gated_delta_nets_are() -> None:
 
 @pytest.mark.parametrize(
     "states",
-    [_states("SHORT_CONV", ((3, 8),)), _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True)],
-    ids=["of an unknown kind", "that every rank has"],
+    [
+        _states("SHORT_CONV", ((3, 8),)),
+        _states("LINEAR", ((2, 4, 4),)),
+        _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True),
+    ],
+    ids=["a short convolution", "linear attention", "that every rank has"],
 )
 def test_other_states_are_one_piece(states: States) -> None:
     parts = parts_of(states)
