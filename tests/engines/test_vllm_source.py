@@ -332,6 +332,14 @@ def test_every_kind_of_cache_is_in_the_table(source: Source) -> None:
     assert kinds == served | refused | bases
     words = ast.unparse(MODULES[Path("model/unsupported.py")])
     assert all(re.search(rf"\b{name}\b", words) for name in served)
+    page = (ROOT / "docs/servers/vllm-models.md").read_text()
+    assert {name for name in refused if f"`{name}`" not in page} == set()
+
+
+def test_every_kind_of_state_is_in_the_table(source: Source) -> None:
+    """All but the first three can be shared by ranks of one degree only."""
+    kinds = source.class_of("vllm.v1.attention.backends.registry", "MambaAttentionBackendEnum").fields
+    assert sorted(kinds) == ["CUSTOM", "GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"]
 
 
 def test_the_names_that_are_given_by_place_or_hooked(source: Source) -> None:

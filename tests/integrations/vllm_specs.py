@@ -87,8 +87,17 @@ class CircularBufferSpec(AttentionSpec): ...
 class CrossAttentionSpec(AttentionSpec): ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyAttentionSpec(AttentionSpec): ...
+
+
 @dataclass(frozen=True)
 class HiSparseHotSpec:
+    block_size: int = 256
+
+
+@dataclass(frozen=True)
+class HiSparseResidentSpec:
     block_size: int = 256
 
 
