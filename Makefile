@@ -290,6 +290,7 @@ ENGINES ?= vllm sglang transformers lmcache
 .PHONY: test-engines
 test-engines: build $(VENV)/.checked ## real inference servers, a router, faults: an hour and more, 24 GiB of memory
 	for engine in $(ENGINES); do .ci/engines $$engine $(PYTHON); done
+	$(if $(filter vllm,$(ENGINES)),.ci/vllm-source $(PYTHON))
 	of=$(firstword $(filter-out lmcache,$(ENGINES))); \
 	[ -z "$$of" ] || build/engines/$$of/bin/python tests/engines/models.py build/engines/models
 	pytest -m engines $(ENGINES_TESTS)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the caches of models that have several kinds: compressed rows, indexers, windows and states.
 
-Rows and layers are those that vLLM 0.32 makes from the models' public configurations, which `source` names.
+Rows and layers are those that vLLM 0.32 makes from the models' public configurations, which `source` names. What is
+moved of them is what the connector for vLLM moves: rows, or whole pages.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ class CacheRows:
     heads: int = 1
     planes: int = 1
     """2 for K and V."""
+    paged: bool = False
+    """True if whole pages are moved, because the scales of their rows may be behind the values of all."""
     is_state: bool = False
     """True for a state of `row_bytes` bytes, of which each layer of a request has one."""
 
     def rows(self, tokens: int) -> int:
-        """Returns the rows that a request of so many tokens has. A row that is begun is not written."""
-        return 1 if self.is_state else min(tokens, self.window or tokens) // self.row_tokens
+        """Returns what is moved of a request of so many tokens: whole rows, or each page that is begun."""
+        held = min(tokens, self.window or tokens)
+        if self.paged:
+            return -(-held // self.block_tokens)
+        return 1 if self.is_state else held // self.row_tokens
 
     @property
     def block_rows(self) -> int:
-        """The rows of a block."""
-        return 1 if self.is_state else self.block_tokens // self.row_tokens
+        """The rows of a block, or 1 if a page is moved as one."""
+        return 1 if self.is_state or self.paged else self.block_tokens // self.row_tokens
 
     def blocks(self, tokens: int) -> int:
         """Returns the blocks that a request needs."""
@@ -48,10 +54,11 @@ class CacheRows:
             self.is_state and self.row_bytes % tp
         ):
             raise ConfigError(f"the caches of {model} do not divide among {tp} ranks")
+        page_rows = self.block_tokens // self.row_tokens if self.paged else 1
         return Geometry(
             num_layers=self.layers,
             total_heads=max(1, self.heads // tp),
-            row_bytes=self.row_bytes // (tp if self.is_state else 1),
+            row_bytes=self.row_bytes * page_rows // (tp if self.is_state else 1),
             num_blocks=num_blocks,
             block_tokens=self.block_rows,
             planes_per_layer=self.planes,
@@ -69,7 +76,7 @@ class GroupedModel:
     groups: Sequence[CacheRows]
 
 
-_SPARSE, _INDEXER = 576, 132
+_SPARSE, _INDEXER = 584, 132  # with 8 and 4 bytes of scales
 _COMPRESSOR_4, _COMPRESSOR_128 = (
     4 * 2 * 2 * 512,
     4 * 2 * 512,
@@ -80,13 +87,13 @@ GROUPED_MODELS = {
     for model in (
         GroupedModel(
             "deepseek-v4",
-            "InferenceX#2510, as in `kvlink bench suite`: 61 layers, 30 with rows of 4 tokens and 31 of 128; what is "
-            "not compressed yet as in vLLM 0.32, models/deepseek_v4/compressor.py",
+            "InferenceX#2510: 61 layers, 30 with rows of 4 tokens and 31 of 128; rows, and what is not compressed yet, "
+            "as in vLLM 0.32, models/deepseek_v4",
             (
-                CacheRows(30, _SPARSE, row_tokens=4),
-                CacheRows(30, _INDEXER, row_tokens=4),
-                CacheRows(31, _SPARSE, row_tokens=128),
-                CacheRows(61, _SPARSE, block_tokens=64, window=128),
+                CacheRows(30, _SPARSE, row_tokens=4, paged=True),
+                CacheRows(30, _INDEXER, row_tokens=4, paged=True),
+                CacheRows(31, _SPARSE, row_tokens=128, paged=True),
+                CacheRows(61, _SPARSE, block_tokens=64, window=128, paged=True),
                 CacheRows(30, _COMPRESSOR_4, block_tokens=4, window=8),
                 CacheRows(30, _COMPRESSOR_4 // 4, block_tokens=4, window=8),
                 CacheRows(31, _COMPRESSOR_128, block_tokens=8, window=128),
@@ -95,7 +102,7 @@ GROUPED_MODELS = {
         GroupedModel(
             "glm-5",
             "transformers' GlmMoeDsaConfig: 78 layers, latents of 512 + 64 in bfloat16, an indexer of 128 and a scale",
-            (CacheRows(78, 2 * 576, block_tokens=64), CacheRows(78, _INDEXER, block_tokens=64)),
+            (CacheRows(78, 2 * 576, block_tokens=64), CacheRows(78, _INDEXER, block_tokens=64, paged=True)),
         ),
         GroupedModel(
             "kimi-k3",

@@ -6,12 +6,13 @@ from __future__ import annotations
 import pytest
 
 from kvlink.benchmarks.measurements import migrate
-from kvlink.benchmarks.workloads.grouped_models import GROUPED_MODELS
+from kvlink.benchmarks.workloads.grouped_models import GROUPED_MODELS, CacheRows
 from kvlink.errors import ConfigError
 
 BYTES = {
-    # 64 rows of 4 tokens and of an indexer, 2 of 128, the last 128 tokens, and what is not compressed yet
-    "deepseek-v4": 30 * 64 * (576 + 132) + 31 * 2 * 576 + 61 * 128 * 576
+    # a page of 64 rows of 4 tokens and one of an indexer, one of 2 rows of 128, two of the last 128 tokens, and what is
+    # not compressed yet
+    "deepseek-v4": 30 * 64 * (584 + 132) + 31 * 2 * 584 + 61 * 128 * 584
     + 30 * 8 * (8192 + 2048) + 31 * 128 * 4096,
     "glm-5": 78 * 256 * (1152 + 132),
     "kimi-k3": 24 * 256 * 1152 + 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2) // 8,
@@ -30,10 +31,18 @@ def test_every_kind_is_moved_and_compared(name: str) -> None:
     assert row["limit_us"] > 0
 
 
+@pytest.mark.parametrize(("tokens", "pages"), [(3, 1), (256, 1), (257, 2)])
+def test_a_page_that_is_begun_is_moved_as_a_whole(tokens: int, pages: int) -> None:
+    """As the connector for vLLM does where scales may be behind the values: `LayerGroup.paged`."""
+    sparse = GROUPED_MODELS["deepseek-v4"].groups[0]
+    assert (sparse.rows(tokens), sparse.blocks(tokens)) == (pages, pages)
+    assert sparse.geometry("m", 8, 1).row_bytes == 64 * 584
+
+
 @pytest.mark.parametrize(("tokens", "rows"), [(3, 0), (4, 1), (127, 31), (131, 32)])
 def test_a_row_that_is_begun_is_none(tokens: int, rows: int) -> None:
-    sparse = GROUPED_MODELS["deepseek-v4"].groups[0]
-    assert (sparse.rows(tokens), sparse.blocks(tokens)) == (rows, min(rows, 1))
+    compressed = CacheRows(1, 512, row_tokens=4)
+    assert (compressed.rows(tokens), compressed.blocks(tokens)) == (rows, min(rows, 1))
 
 
 @pytest.mark.verify

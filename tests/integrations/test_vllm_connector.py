@@ -266,16 +266,12 @@ def test_caches_that_no_layout_describes_are_refused_by_layer() -> None:
         )
 
 
-@pytest.mark.parametrize("aborted", [True, None])
-def test_a_request_that_decode_refuses_gives_the_blocks_back(
-    servers: tuple[Server, Server], aborted: bool | None
-) -> None:
-    """vLLM's notice has a prompt of its own. Older ones do not say that it is aborted at once."""
+def test_a_request_that_decode_refuses_gives_the_blocks_back(servers: tuple[Server, Server]) -> None:
+    """vLLM's notice has a prompt of its own."""
     prefill, decode = servers
     _, params = prefill.prefill(request("r", PROMPT, ASK_PREFILL), [3, 9, 1])
     notice = request("x", [0], params)
-    if aborted is not None:
-        notice.abort_immediately = aborted
+    notice.abort_immediately = True
     decode.scheduler.incoming.arrived(notice)
     assert decode.scheduler.finished(notice, ([],), False) == (False, None)
     prefill.step_until(lambda: "r" in prefill.sent)

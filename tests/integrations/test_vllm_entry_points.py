@@ -14,9 +14,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch (pip install torch)")
 
+import vllm_specs  # isort: skip
 from vllm_server import ASK_PREFILL, Server, gone, request  # isort: skip
 
 from kvlink.errors import ConfigError
+from kvlink.integrations.vllm.model.windows import Window
 
 PACKAGE = "kvlink.integrations.vllm"
 
@@ -86,6 +88,50 @@ def made(kind: type, **state: Any) -> Any:
     one = kind.__new__(kind)
     vars(one).update(state)
     return one
+
+
+@pytest.fixture
+def configured(vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a connector by its `__init__`, with what the scheduler's side was given; its last groups are `added`."""
+    vars(importlib.import_module("vllm.v1.kv_cache_interface")).update(vllm_specs.interface())
+    importlib.import_module("vllm.platforms").current_platform = vllm_specs.platform()  # type: ignore[attr-defined]
+    module: Any = importlib.import_module(f"{PACKAGE}.connector")
+    module.KVConnectorBase_V1.__init__ = lambda self, *given: None
+    monkeypatch.setattr(module, "SchedulerSide", lambda *positional, **named: named)
+    transfer = {"kv_buffer_device": "cuda", "kv_connector_extra_config": {}, "engine_id": "e"}
+    model = {"multimodal_config": None, "use_mla": False, "get_total_num_kv_heads": lambda: 8}
+    config = vllm_specs.config(
+        kv_transfer_config=SimpleNamespace(**transfer, is_kv_producer=True),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        model_config=SimpleNamespace(**model),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=1024),
+        num_prefill_lookahead_tokens=3,
+    )
+
+    def build(role: str, *added: Any) -> Any:
+        groups = [vllm_specs.Group(["full"], vllm_specs.FullAttentionSpec()), *added]
+        caches = vllm_specs.Caches(groups)
+        caches.select_transfer_block_ids = None  # type: ignore[attr-defined]
+        return module.KVLinkConnector(config, role, caches)._scheduling
+
+    return build
+
+
+def test_the_scheduler_is_told_of_windows_states_and_drafts(configured: Any) -> None:
+    window = vllm_specs.Group(
+        ["window"], vllm_specs.SlidingWindowSpec(block_size=64, extra_retained_tokens=2)
+    )
+    told = configured("SCHEDULER", window, vllm_specs.Group(["gdn"], vllm_specs.MambaSpec()))
+    assert told["back_off"] == 2
+    assert told["grows"] == [True, False, False]
+    assert told["windows"] == [None, Window(130, 64), None]
+    assert [states and states.kind for states in told["states"]] == [None, None, "GDN_ATTN"]
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_what_is_not_served_is_refused_when_either_process_starts(configured: Any, role: str) -> None:
+    with pytest.raises(ConfigError, match="--mamba-cache-mode all"):
+        configured(role, vllm_specs.Group(["gdn"], vllm_specs.MambaSpec(mamba_cache_mode="all")))
 
 
 def test_what_ranks_report_with_a_step_is_handed_off_from_then_on(vllm: None) -> None:

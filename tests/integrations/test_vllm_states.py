@@ -15,7 +15,7 @@ from vllm_server import ASK_PREFILL, Server, request, same
 from waiting import eventually
 
 from kvlink import Worker, WorkerConfig
-from kvlink.errors import ConfigError
+from kvlink.errors import ConfigError, LayoutMismatch
 from kvlink.integrations.vllm.model.caches import Caches, LayerGroup, Rank, caches_of
 from kvlink.integrations.vllm.model.states import Stateful, StatePart, States, parts_of
 from kvlink.integrations.vllm.prefill.lease_slots import SlotGroups
@@ -26,8 +26,8 @@ from kvlink.layout import num_seats
 
 _PAGES, _HEADS, _ROWS, _BLOCK_TOKENS = 12, 4, 3, 8
 _X = 16
-_WIDTHS = {"MAMBA2": (_X, 8, 8), "GDN_ATTN": (8, 8, _X), "KDA": (_X, _X, _X)}
-"""The columns of the projections of the whole model: x, B, C, or Q, K, V. x and V have 4 columns a head."""
+_WIDTHS = {"MAMBA1": (_X,), "MAMBA2": (_X, 8, 8), "GDN_ATTN": (8, 8, _X), "KDA": (_X, _X, _X)}
+"""The columns of the projections of the whole model: x, x, B, C, or Q, K, V. x and V have 4 columns a head."""
 
 
 def _shapes(tp: int, columns_first: bool, kind: str = "MAMBA2") -> tuple[tuple[int, ...], ...]:
@@ -73,8 +73,12 @@ def test_kda_is_cut_as_gated_delta_nets_are() -> None:
 
 @pytest.mark.parametrize(
     "states",
-    [_states("SHORT_CONV", ((3, 8),)), _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True)],
-    ids=["of an unknown kind", "that every rank has"],
+    [
+        _states("SHORT_CONV", ((3, 8),)),
+        _states("LINEAR", ((2, 4, 4),)),
+        _states("GDN_ATTN", ((20, 3), (2, 6, 4)), replicated=True),
+    ],
+    ids=["a short convolution", "linear attention", "that every rank has"],
 )
 def test_other_states_are_one_piece(states: States) -> None:
     parts = parts_of(states)
@@ -159,6 +163,25 @@ def test_states_are_read_at_any_degree(owner_tp: int, reader_tp: int, columns_fi
             assert torch.equal(states[0][4], mine.T if columns_first else mine)
             heads = _HEADS // reader_tp
             assert torch.equal(states[1][4], recurrent[rank * heads : (rank + 1) * heads])
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+@pytest.mark.parametrize("states", [_states("SHORT_CONV", ((3, 8),)), _states("LINEAR", ((2, 4, 4),))])
+def test_states_of_other_kinds_are_refused_at_other_degrees(states: States) -> None:
+    """Nobody knows how their ranks share them."""
+    workers = []
+    try:
+        for name, rank in (("p", Rank(0, 1, 2)), ("d", Rank(0, 2, 2))):
+            pages = torch.zeros((_PAGES, 1, 1, states.num_bytes()), dtype=torch.uint8)
+            caches = caches_of({"conv": pages}, [LayerGroup(("conv",), states)], _PAGES, rank, "hybrid")
+            config = WorkerConfig(transports="loopback", lease_slots=8)
+            workers.append(Worker(caches.pool, name, config=config))
+        owner, reader = workers
+        ticket = owner.offer("r", [5], num_tokens=1)
+        with pytest.raises(LayoutMismatch, match="total_heads"):
+            reader.pull([ticket], [4]).wait(20)
     finally:
         for worker in workers:
             worker.close()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands in for vLLM's specs of caches, and for what the connector's checks ask of a server's configuration.
 
-The fields are those of vLLM 0.32, `v1/kv_cache_interface.py`; the lane `engines` configures the same with vLLM's own.
+The fields are those of `v1/kv_cache_interface.py` in vLLM 0.32 and 0.33, which tests/engines/test_vllm_source.py says;
+the lane `engines` configures the same with vLLM's own.
 """
 
 from __future__ import annotations
@@ -86,8 +87,17 @@ class CircularBufferSpec(AttentionSpec): ...
 class CrossAttentionSpec(AttentionSpec): ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyAttentionSpec(AttentionSpec): ...
+
+
 @dataclass(frozen=True)
 class HiSparseHotSpec:
+    block_size: int = 256
+
+
+@dataclass(frozen=True)
+class HiSparseResidentSpec:
     block_size: int = 256
 
 
@@ -156,23 +166,29 @@ def _module(name: str, **names: Any) -> ModuleType:
     return made
 
 
+def interface() -> dict[str, Any]:
+    """The names of vLLM's module kv_cache_interface."""
+    specs = {name: made for name, made in globals().items() if name.endswith("Spec")}
+    return specs | {
+        "is_quantized_kv_cache": lambda name: name != "auto",
+        "iter_layer_specs": lambda spec: getattr(spec, "kv_cache_specs", {"": spec}).values(),
+    }
+
+
+def platform(device: str = "cuda") -> Any:
+    """vLLM's current_platform."""
+    return SimpleNamespace(is_cpu=lambda: device == "cpu", device_type=device)
+
+
 @contextmanager
 def stand_in(device: str = "cuda") -> Iterator[tuple[Any, Any]]:
     """Yields the connector's modules `unsupported` and `engine_config` over these specs."""
-    specs = {name: made for name, made in globals().items() if name.endswith("Spec")}
-    platform = SimpleNamespace(is_cpu=lambda: device == "cpu", device_type=device)
-    interface = _module(
-        "kv_cache_interface",
-        **specs,
-        is_quantized_kv_cache=lambda name: name != "auto",
-        iter_layer_specs=lambda spec: getattr(spec, "kv_cache_specs", {"": spec}).values(),
-    )
     base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
     fakes = {
         "vllm": _module("vllm", envs=SimpleNamespace()),
         base: _module(base, KVConnectorBase_V1=object, KVConnectorRole=SimpleNamespace(SCHEDULER=0)),
-        "vllm.platforms": _module("vllm.platforms", current_platform=platform),
-        "vllm.v1.kv_cache_interface": interface,
+        "vllm.platforms": _module("vllm.platforms", current_platform=platform(device)),
+        "vllm.v1.kv_cache_interface": _module("kv_cache_interface", **interface()),
         "vllm.model_executor.layers.mamba.mamba_utils": _module(
             "mamba_utils", is_conv_state_dim_first=lambda: False
         ),

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvlink.transfer.device_work import DeviceWork
 
-from ...models import model_text, unknown, weights_text
+from ...models import model_text, weights_text
 from ..settings import Settings
 from .caches import LayerGroup, Rank, page_format
 from .states import RING, States
@@ -63,8 +63,6 @@ def model_of(vllm_config: Any, same: str, weights: str = "", groups: Sequence[An
     model, config = vllm_config.model_config, vllm_config.model_config.hf_text_config
     load_format = getattr(vllm_config.load_config, "load_format", "auto")
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        weights = unknown()  # each server has scales of its own
     return model_text(
         getattr(config, "architectures", None),
         config,

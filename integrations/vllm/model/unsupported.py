@@ -80,9 +80,11 @@ def _check_parallelism(parallel: Any) -> None:
             )
 
 
-def _check_sleep(model: Any) -> None:
+def _check_sleep(model_config: Any) -> None:
     """Raises ConfigError if a vLLM that sleeps discards the memory of its caches while peers may read it."""
-    if getattr(model, "enable_sleep_mode", False) and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+    if getattr(model_config, "enable_sleep_mode", False) and not hasattr(
+        KVConnectorBase_V1, "unregister_kv_caches"
+    ):
         raise ConfigError(
             "KVLinkConnector does not serve --enable-sleep-mode with this vLLM, which replaces the caches' memory "
             "without telling connectors, so that peers would read the old memory; remove the option, or use /pause"
@@ -97,9 +99,9 @@ def _check_outputs(vllm_config: Any) -> None:
         )
 
 
-def _check_buffer(transfer: Any) -> None:
+def _check_buffer(kv_transfer_config: Any) -> None:
     """Raises ConfigError for a buffer that would be ignored: caches are read and written where they are."""
-    wanted, device = getattr(transfer, "kv_buffer_device", None), current_platform.device_type
+    wanted, device = getattr(kv_transfer_config, "kv_buffer_device", None), current_platform.device_type
     if wanted not in (None, device):
         raise ConfigError(
             f'KVLinkConnector does not serve "kv_buffer_device": "{wanted}" on {device}: it reads and writes the '
