@@ -23,6 +23,8 @@ from .paths import Path as Way
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 _HOST_PATHS = ("shm", "cma", "tcp")
+_MEASURED_PATHS = ("fabric",)
+"""Paths that are predicted only with --calibrate: providers of libfabric have no cost in common."""
 Row = dict[str, Any]
 
 
@@ -56,7 +58,7 @@ def predict(
         Path | None,
         typer.Option(
             help="Fit cost models to these results of `kvlink bench pull --json` or `bench peers --json`, and the "
-            "control plane to those of `bench migrate --json`."
+            "control plane to those of `bench migrate --json`. fabric has a row only with such results."
         ),
     ] = None,
     as_json: Json = False,
@@ -100,7 +102,7 @@ def rows_of(
     for way in ways:
         found = way.predict(request)
         yield _row(request, found.path, found.total_ms, control, found.bottleneck, Fit.assumed(), direct_ms)
-    for name in _HOST_PATHS:
+    for name in (*_HOST_PATHS, *(name for name in _MEASURED_PATHS if name in fits)):
         fit = fits.get(name) or Fit.assumed(PRIORS[name])
         ms = fit.cost.predict_us(request.pieces // ranks, request.num_bytes // ranks) / 1e3
         yield _row(request, name, ms, control, _largest(fit.cost, request, ranks), fit, direct_ms)

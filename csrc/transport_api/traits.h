@@ -19,7 +19,8 @@ struct Window {
 /// Properties of an endpoint, constant from establish() on.
 struct Traits {
   /// The ports that it reads from and to, such as "mlx5_0:1->mlx5_1:1", if it is tied to ports. If a
-  /// connection uses several, " 75%" behind them is their share of the bytes under way.
+  /// connection uses several, " 75%" behind them is their share of the bytes under way. Or who chooses them:
+  /// libfabric's provider.
   std::string path = {};
   Window window = {};
   /// The owner executes a post only after every earlier post of this endpoint.

@@ -20,8 +20,9 @@ Result<std::unique_ptr<Transport>> verbs_make(const TransportOptions&) { return 
 
 #ifdef KVLINK_NO_FABRIC
 Status fabric_probe() {
-  return Status::Unavailable("kvlink was built without libfabric",
-                             "install libfabric-dev (dnf install libfabric-devel) and build again");
+  return Status::Unavailable(
+      "kvlink was built without libfabric",
+      "install libfabric-dev (dnf install libfabric-devel) and build again, without -DKVLINK_FABRIC=OFF");
 }
 Result<std::unique_ptr<Transport>> fabric_make(const TransportOptions&) { return fabric_probe(); }
 Result<std::vector<FabricProvider>> fabric_providers(const std::string&) { return fabric_probe(); }

@@ -75,7 +75,7 @@ def print_ready(as_json: bool, text: str, **addresses: str | None) -> None:
     print(json.dumps(addresses) if as_json else text, flush=True)
 
 
-TRANSPORTS = ("loopback", "shm", "cma", "cuda", "verbs", "tcp")
+TRANSPORTS = ("loopback", "shm", "cma", "cuda", "verbs", "tcp", "fabric")
 
 
 def transport_names(incomplete: str) -> list[str]:

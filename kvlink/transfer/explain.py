@@ -13,7 +13,7 @@ from kvlink.transfer.peer import Peer, Refusal
 Part = tuple[Ticket, Peer, Transfer]
 """The reads of a pull from one owner."""
 
-_NETWORKED = ("tcp", "verbs")
+_NETWORKED = ("tcp", "verbs", "fabric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class PathTaken:
     lanes: int
     nics: tuple[str, ...]
     """Pairs of ports that carry lanes, this worker's and the owner's: "mlx5_0:1->mlx5_1:1". With several pairs each
-    has its share of the bytes in flight, as in "mlx5_0:1->mlx5_1:1 75%". Only verbs has such pairs."""
+    has its share of the bytes in flight, as in "mlx5_0:1->mlx5_1:1 75%". Only verbs has such pairs. With fabric it is
+    libfabric's provider, which chooses its own ports: "efa"."""
     nics_left_out: tuple[str, ...]
     """This worker's ports that carry no lane, each with its reason."""
     bounces_at: tuple[str, ...]
@@ -133,7 +134,7 @@ def path_taken(part: Part, restarted: str = "") -> PathTaken:
         peer.transport,
         len(paths),
         nics,
-        peer.nics_left_out if nics else (),
+        peer.nics_left_out if peer.transport.removeprefix("fault+") == "verbs" else (),
         peer.bounces_at,
         peer.refused,
         stats.num_ops,

@@ -220,10 +220,15 @@ def test_too_few_shapes_are_refused() -> None:
         fit([Sample(1, 16_384, 7.0)] * 5)
 
 
-def results(folder: File) -> File:
+def results(folder: File, transport: str = "tcp") -> File:
     cost = Cost(start_us=35, op_ns=100, gib_per_s=3)
     rows = [
-        {"transport": "tcp", "blocks": ops, "block_bytes": size // ops, "p50_us": cost.predict_us(ops, size)}
+        {
+            "transport": transport,
+            "blocks": ops,
+            "block_bytes": size // ops,
+            "p50_us": cost.predict_us(ops, size),
+        }
         for ops, size in SHAPES
     ]
     rows += [
@@ -257,6 +262,19 @@ def test_results_calibrate_their_transport(tmp_path: File) -> None:
     assert fitted["worst_error"] < 1e-6
     tcp = next(row for row in rows if row["path"] == "tcp")
     assert tcp["ms"] == pytest.approx(0.035 + 36 * 2 * 64 * 1e-4 + 144 / 1024 / 3 * 1e3)
+
+
+def test_libfabric_is_predicted_from_what_was_measured(tmp_path: File) -> None:
+    measured = ["--calibrate", str(results(tmp_path, "fabric"))]
+    for calibrated in ([], measured):
+        done = CliRunner().invoke(
+            app, ["--model", "qwen3-8b", "--tokens", "1024", "--tp", "1", "--json", *calibrated]
+        )
+        assert done.exit_code == 0, done.output
+        found = {row["path"]: row for row in map(json.loads, done.output.splitlines()) if "path" in row}
+        assert ("fabric" in found) == bool(calibrated)
+    assert found["fabric"]["ms"] == pytest.approx(0.035 + 36 * 2 * 64 * 1e-4 + 144 / 1024 / 3 * 1e3)
+    assert (found["fabric"]["error_of"], found["tcp"]["error_of"]) == ("other shapes", "assumed")
 
 
 @pytest.mark.parametrize("text", ["{", '{"transport": "tcp", "block_bytes": 1, "p50_us": 1}', "", '{"a": 1}'])

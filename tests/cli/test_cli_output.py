@@ -238,9 +238,10 @@ def test_shells_complete_commands_and_those_of_other_packages(words: str, offere
 
 def test_completion_knows_the_transports() -> None:
     from kvlink.cli.checks import TRANSPORTS
-    from kvlink.transfer.engine import transports_here
+    from kvlink.transfer.engine import available_transports
+    from kvlink.transfer.transport_names import NAMED_ONLY
 
-    assert tuple(transports_here()) == TRANSPORTS
+    assert (*available_transports(), *NAMED_ONLY) == TRANSPORTS
 
 
 def test_a_table_of_constants_shows_no_progress() -> None:

@@ -15,6 +15,14 @@ import pytest
 _SWITCH = "br0"
 
 
+def enter(namespace: str) -> None:
+    """Moves this thread to a network namespace, and so the threads and processes that it starts later."""
+    # os.setns is newer than the oldest Python that is supported.
+    with Path(f"/run/netns/{namespace}").open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+
+
 class Lan:
     """Holds one namespace per host and one for the switch. It needs root, and skips the test otherwise."""
 
@@ -64,10 +72,7 @@ class Lan:
 
     def enter(self, name: str) -> None:
         """Moves this thread to a host, and so the threads and processes that it starts later."""
-        # os.setns is newer than the oldest Python that is supported.
-        with Path(f"/run/netns/{self._prefix}-{name}").open() as space:
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
-                raise OSError(ctypes.get_errno(), f"cannot enter the namespace of {name}")
+        enter(f"{self._prefix}-{name}")
 
     def pace(self, name: str, rate: str) -> None:
         """Limits what leaves this host to a rate in tc's form. Calling again changes it."""

@@ -41,12 +41,17 @@ def test_a_prediction_that_missed_is_not_shown(measured_us: float) -> None:
     assert missed.predicted_us == 1000.0
 
 
-def part(owner: str, *refused: Refusal, left_out: tuple[str, ...] = ()) -> Part:
+def part(
+    owner: str,
+    *refused: Refusal,
+    left_out: tuple[str, ...] = (),
+    path: tuple[str, str] = ("verbs", "mlx5_0:1->mlx5_1:1"),
+) -> Part:
     stats = TransferStats(bytes=1 << 20, num_ops=80, num_segments=80, total_ns=1_000_000)
     transfer = SimpleNamespace(stats=lambda: stats, done=lambda: True)
     peer = SimpleNamespace(
-        transport="tcp",
-        connection=SimpleNamespace(paths=lambda: ["mlx5_0:1->mlx5_1:1"]),
+        transport=path[0],
+        connection=SimpleNamespace(paths=lambda: [path[1]]),
         nics_left_out=left_out,
         bounces_at=(),
         refused=refused,
@@ -63,6 +68,13 @@ def test_an_absent_transport_is_named_once() -> None:
     assert [path.nics_left_out for path in paths] == [away, (), ()]
     assert [path.restarted for path in paths] == ["", "cut", ""]
     assert " ".join(map(str, paths)).count("no RDMA device") == 1
+
+
+def test_libfabric_is_a_network_and_its_provider_is_named() -> None:
+    (path,) = paths_taken([part("a", left_out=("mlx5_2:1: is DOWN",), path=("fabric", "efa"))], {})
+    assert "a over fabric (1 lane(s) efa, not encrypted)" in str(path)
+    assert "mlx5" not in str(path), "verbs left that out"
+    assert path.brief.endswith("not encrypted")
 
 
 def peer(owner: str, transport: str, *refused: Refusal) -> Peer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -293,6 +294,17 @@ def test_a_build_without_rdma_happens_only_when_asked_for(tmp_path: Path, asked_
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode == 0) == asked_for, done.stderr
     assert ("apt-get install\n  libibverbs-dev librdmacm-dev" in done.stderr) != asked_for, done.stderr
+
+
+def test_a_build_without_libfabric_says_so_by_name(tmp_path: Path) -> None:
+    """It links without the files that are left out: tests/unit/test_rooms.py."""
+    options = ["-DKVLINK_PYTHON=OFF", "-DKVLINK_FABRIC=OFF"]
+    subprocess.run(["cmake", "-S", str(ROOT), "-B", str(tmp_path), *options], capture_output=True, check=True)
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    compiled = {Path(each["file"]).relative_to(ROOT).as_posix(): each["command"] for each in commands}
+    of_fabric = {Path(name).name for name in compiled if name.startswith("csrc/transports/fabric/")}
+    assert of_fabric == {"post_queue.cc", "protocol.cc"}
+    assert "-DKVLINK_NO_FABRIC" in compiled["csrc/transports/registry.cc"]
 
 
 NAMES = ROOT / "tests" / "pythons" / "names.py"

@@ -89,6 +89,23 @@ def test_headers_do_not_include_each_other() -> None:
     assert [file for file in includes if file.endswith(".h") and reaches(file, file)] == []
 
 
+def test_a_build_without_libfabric_lacks_nothing() -> None:
+    """CMakeLists.txt leaves out all but the files of transports/fabric that begin with p: they need no header of it."""
+    in_tests = {
+        (file.name, header)
+        for file in (ROOT.parent / "tests").rglob("*.[hc]*")
+        for header in re.findall(r'^#include "(transports/fabric/[^"]+)"', file.read_text(), re.MULTILINE)
+    }
+    kept = {file for file, _ in included() if file.startswith("transports/fabric/p")}
+    in_csrc = {(file, header) for file, header in included() if file in kept and room(header) == room(file)}
+    assert {header for _, header in in_tests | in_csrc} <= kept
+    assert not [file for file in kept if "#include <rdma/" in (ROOT / file).read_text()]
+    registry = (ROOT / "transports" / "registry.cc").read_text()
+    stands_in = re.findall(r"\b(fabric_\w+)\(", registry.partition("NO_FABRIC")[2].partition("#endif")[0])
+    headers = "".join((ROOT / "transports" / name).read_text() for name in ("factories.h", "registry.h"))
+    assert set(stands_in) == set(re.findall(r"\b(fabric_\w+)\(", headers))
+
+
 def test_the_contract_of_transports_is_small() -> None:
     contract = (ROOT / "transport_api" / "transport.h").read_text()
     virtuals = re.findall(r"^  virtual (?!~)", contract, re.MULTILINE)

@@ -137,7 +137,8 @@ Result<std::shared_ptr<Domain>> Domain::open(const TransportOptions& options) {
     if (options.fabric_provider.empty() && only_by_name(api, name)) continue;
     auto domain = open_one(api, *each, options);
     if (domain.ok()) return domain;
-    why += (why.empty() ? "" : "; ") + name + " " + domain.status().what();
+    const std::string reason = name + " " + domain.status().what();
+    if (why.find(reason) == std::string::npos) why += (why.empty() ? "" : "; ") + reason;
   }
   const std::string wanted = options.fabric_provider.empty() ? "" : " \"" + options.fabric_provider + "\"";
   return Status::Unavailable("no provider" + wanted + " of libfabric serves kvlink: " + why, fix);

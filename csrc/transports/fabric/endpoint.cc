@@ -56,7 +56,7 @@ class FabricEndpoint final : public Endpoint {
   PostQueue queue_;
   PollTimer timer_{kFirstLookNs, kLastLookNs, kLongerBy};
   UniqueFd epoll_;
-  Traits traits_{.window = kWindow};
+  Traits traits_{.path = wire_->domain().provider(), .window = kWindow};
   std::vector<RemoteRegion> remotes_;
   Status broken_ = Status::Unreachable("the owner is not connected");
   bool open_ = true;

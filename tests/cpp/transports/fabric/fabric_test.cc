@@ -92,6 +92,11 @@ TEST_P(Fabric, OwnerRefusesForgedKeys) {
       });
 }
 
+TEST_P(Fabric, NamesItsProvider) {
+  LocalPair pair(GetParam());
+  EXPECT_NE(pair.reader.endpoint->traits().path.find(GetParam()), std::string::npos);
+}
+
 TEST_P(Fabric, NoticesAnOwnerThatIsKilled) {
   RemotePair pair(GetParam());
   ASSERT_TRUE(pair.reader.read_at(kPool, 0, 4096).ok());
@@ -224,7 +229,9 @@ TEST(FabricProviders, AreRefusedByName) {
   if (!has_provider("sockets")) GTEST_SKIP() << "apt-get install libfabric1";
   TransportOptions options;
   options.fabric_provider = "shm";
-  EXPECT_NE(fabric_make(options).status().what().find("does not compare keys"), std::string::npos);
+  const std::string refused = fabric_make(options).status().what(), why = "does not compare keys";
+  EXPECT_NE(refused.find(why), std::string::npos);
+  EXPECT_EQ(refused.find(why), refused.rfind(why)) << "though libfabric lists shm twice";
   options.fabric_provider = "no-such";
   EXPECT_EQ(fabric_make(options).status().code(), Code::kTransportUnavailable);
   EXPECT_NE(fabric_make(options).status().what().find("no-such"), std::string::npos);
