@@ -49,8 +49,11 @@ def environment(release: str = NEWEST, **more: str) -> dict[str, str]:
     assert (PLUGINS / "libplugin_KVLINK.so").exists(), "make build-cpp"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVLINK_")}
     if BUILD != "cpp":
-        runtime = subprocess.check_output(["c++", f"-print-file-name=lib{BUILD}.so"], text=True)
-        kept |= {"LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"}  # CPython has some
+        names = f"lib{BUILD}.so", "libstdc++.so"  # the first one catches what is thrown in the second
+        kept["LD_PRELOAD"] = " ".join(
+            subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip() for name in names
+        )
+        kept["ASAN_OPTIONS"] = "detect_leaks=0"  # CPython has some
         kept |= {"UBSAN_OPTIONS": "halt_on_error=1", "TSAN_OPTIONS": "halt_on_error=1"}
     return kept | {"PYTHONPATH": str(wheel(release)), "NIXL_PLUGIN_DIR": str(PLUGINS)} | more
 
@@ -185,6 +188,13 @@ class Agent:
         if self.process.poll():
             self._reader.join()
         return b"".join(self._errors).decode()
+
+    def says(self, text: str, within_s: float = 20) -> bool:
+        """Returns whether it says so before long: what it wrote before it answered may be read after the answer."""
+        until = time.monotonic() + within_s
+        while text not in self.said() and time.monotonic() < until:
+            time.sleep(0.01)
+        return text in self.said()
 
     def end(self) -> None:
         """Kills it. Idempotent."""
