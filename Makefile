@@ -161,10 +161,16 @@ test-fabric: build $(VENV)/.checked ## the same over fabric, by providers of lib
 
 CAPI_PROGRAMS = kvlink_node kvlink_misuse kvlink_threads
 
+NIXL_FAULTS = tests/nixl/test_traps.py tests/nixl/test_faults.py
+
 .PHONY: test-nixl
-test-nixl: build $(VENV)/.checked ## the backend in the wheels of NIXL, from PyPI; KVLINK_NIXL_SOURCES=DIR: NIXL's own tests too
+test-nixl: build $(VENV)/.checked ## the backend in the wheels of NIXL, also under sanitizers; KVLINK_NIXL_SOURCES=DIR: NIXL's own tests too
 	$(call cpp-build,cpp,$(WITH_CORE),--target kvlink_nixl)
 	pytest tests/nixl
+	$(call cpp-build,asan,-DKVLINK_SANITIZE=address$(,)undefined -DCMAKE_UNITY_BUILD=ON,--target kvlink_nixl)
+	KVLINK_NIXL_BUILD=asan pytest $(NIXL_FAULTS)
+	$(call cpp-build,tsan,-DKVLINK_SANITIZE=thread -DCMAKE_UNITY_BUILD=ON,--target kvlink_nixl)
+	KVLINK_NIXL_BUILD=tsan $(FIXED_ADDRESSES) pytest $(NIXL_FAULTS)
 
 .PHONY: test-capi
 test-capi: build-cpp $(VENV)/.checked ## programs in C, alone, with each other and with Python; again under sanitizers; ten million malformed inputs

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = ROOT / "build" / "cpp" / "nixl"
+BUILD = os.environ.get("KVLINK_NIXL_BUILD", "cpp")
+"""The folder below build/; the plugin of asan and tsan needs their runtime before all other libraries."""
+PLUGINS = ROOT / "build" / BUILD / "nixl"
 RELEASES = ("1.0.0", "1.0.1", "1.1.0", "1.2.0", "1.3.0", "1.3.1", "1.3.2", "1.4.0", "1.4.1", "1.5.0", "1.5.1")
 NEWEST = RELEASES[-1]
 
@@ -46,6 +48,13 @@ def environment(release: str = NEWEST, **more: str) -> dict[str, str]:
     """Returns the environment of a process that loads this NIXL and the plugin."""
     assert (PLUGINS / "libplugin_KVLINK.so").exists(), "make build-cpp"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVLINK_")}
+    if BUILD != "cpp":
+        names = f"lib{BUILD}.so", "libstdc++.so"  # the first one catches what is thrown in the second
+        kept["LD_PRELOAD"] = " ".join(
+            subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip() for name in names
+        )
+        kept["ASAN_OPTIONS"] = "detect_leaks=0"  # CPython has some
+        kept |= {"UBSAN_OPTIONS": "halt_on_error=1", "TSAN_OPTIONS": "halt_on_error=1"}
     return kept | {"PYTHONPATH": str(wheel(release)), "NIXL_PLUGIN_DIR": str(PLUGINS)} | more
 
 
@@ -179,6 +188,13 @@ class Agent:
         if self.process.poll():
             self._reader.join()
         return b"".join(self._errors).decode()
+
+    def says(self, text: str, within_s: float = 20) -> bool:
+        """Returns whether it says so before long: what it wrote before it answered may be read after the answer."""
+        until = time.monotonic() + within_s
+        while text not in self.said() and time.monotonic() < until:
+            time.sleep(0.01)
+        return text in self.said()
 
     def end(self) -> None:
         """Kills it. Idempotent."""
