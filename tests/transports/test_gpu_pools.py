@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -141,5 +142,8 @@ def test_explain_names_the_ports_that_carry_lanes(
         assert path.nics
         assert all(re.fullmatch(r"[\w.-]+:\d+->[\w.-]+:\d+( \d+%)?", pair) for pair in path.nics)
         assert path.nics[0] in str(path)
+    elif transport == "fabric":
+        assert path.nics == (os.environ.get("KVLINK_FABRIC_PROVIDER", path.nics[0]),)
+        assert path.nics_left_out == ()
     else:
         assert (path.nics, path.nics_left_out) == ((), ())
