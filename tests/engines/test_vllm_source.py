@@ -279,18 +279,12 @@ def test_what_is_read_is_there(source: Source) -> None:
 
 def test_no_default_stands_in_for_a_name_that_is_gone(source: Source) -> None:
     """`getattr` with a default says nothing when vLLM renames a field, and would serve what it should refuse."""
-    names = {name for tree in MODULES.values() for node in ast.walk(tree) for name in _defaulted(node)}
+    nodes = (node for tree in MODULES.values() for node in ast.walk(tree))
+    names = {_read(node)[1] for node in nodes if isinstance(node, ast.Call)} - {""}
     specs = {each.name: each for each in source.classes_in(SPECS)}
     unknown = names - ELSEWHERE.keys() - {name for _, name, _ in READS}
     assert {name for name in unknown if not any(each.has(name) for each in specs.values())} == set()
     assert {"bounded_replay", "enable_kv_transfer", "max_tp_shards", "state_content_bytes"} <= unknown
-
-
-def _defaulted(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Call):
-        name = _read(node)[1]
-        if name:
-            yield name
 
 
 def test_the_stand_ins_of_specs_are_as_vllms(source: Source) -> None:

@@ -60,24 +60,21 @@ class Source:
     @functools.cache  # noqa: B019  a few trees live as long as the tests
     def names_in(self, module: str) -> dict[str, ast.stmt]:
         """The top-level names of a module, whatever they are. Raises FileNotFoundError."""
-        path = self.root / module.replace(".", "/")
-        file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
         found: dict[str, ast.stmt] = {}
-        for node in _statements(ast.parse(file.read_text()).body):
+        for node in _statements(ast.parse(self._file(module).read_text()).body):
             for name in _bound(node):
                 found.setdefault(name, node)
         return found
 
     def is_module(self, module: str) -> bool:
-        path = self.root / module.replace(".", "/")
-        return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+        return self._file(module).exists()
 
     def found(self, module: str, name: str) -> tuple[str, ast.stmt]:
         """Where a name is defined, through imports. Raises KeyError if it is not."""
         node = self.names_in(module)[name]
         if not isinstance(node, ast.ImportFrom):
             return module, node
-        origin = _absolute(module, node, (self.root / module.replace(".", "/")).is_dir())
+        origin = _absolute(module, node, self._file(module).name == "__init__.py")
         original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
         return self.found(origin, original)
 
@@ -95,6 +92,12 @@ class Source:
     def classes_in(self, module: str) -> list[ClassSource]:
         nodes = self.names_in(module).items()
         return [self.class_of(module, name) for name, node in nodes if isinstance(node, ast.ClassDef)]
+
+    def _file(self, module: str) -> Path:
+        """The file of a module or package, which need not exist."""
+        path = self.root / module.replace(".", "/")
+        file = path.with_suffix(".py")
+        return file if file.exists() else path / "__init__.py"
 
     def _is_ours(self, module: str, name: str) -> bool:
         node = self.names_in(module)[name]

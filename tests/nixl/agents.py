@@ -124,14 +124,12 @@ class Nursery:
             )
 
     def fork(self, name: str, more: dict[str, str]) -> tuple[Process, list[IO[bytes]]]:
-        """Returns an agent's process, and its three pipes."""
-        pipes = [os.pipe() for _ in range(3)]
-        (stdin, ours), *outputs = pipes
-        theirs = [stdin, *(write for _, write in outputs)]
-        socket.send_fds(self._asked, [pickle.dumps((name, more))], theirs)
-        for each in theirs:
-            os.close(each)
-        opened = [os.fdopen(ours, "wb"), *(os.fdopen(read, "rb") for read, _ in outputs)]
+        """Returns an agent's process, two pipes to and from it, and the file that it writes errors into."""
+        (stdin, calls), (answers, stdout), errors = os.pipe(), os.pipe(), os.memfd_create("errors")
+        socket.send_fds(self._asked, [pickle.dumps((name, more))], [stdin, stdout, errors])
+        os.close(stdin)
+        os.close(stdout)
+        opened = [os.fdopen(calls, "wb"), os.fdopen(answers, "rb"), os.fdopen(errors, "rb")]
         return Process(int(self._asked.recv(32))), opened
 
     def close(self) -> None:
@@ -153,9 +151,6 @@ class Agent:
     def __init__(self, name: str, release: str = NEWEST, **more: str) -> None:
         self.name = name
         self.process, (self._stdin, self._stdout, self._stderr) = nursery(release).fork(name, more)
-        self._errors: list[bytes] = []
-        self._reader = threading.Thread(target=self._errors.extend, args=(self._stderr,), daemon=True)
-        self._reader.start()
         self.started = _read(self._stdout)
 
     def __call__(self, expression: str, **names: object) -> Any:
@@ -184,22 +179,13 @@ class Agent:
         return bool(select.select([self._stdout], [], [], within_s)[0])
 
     def said(self) -> str:
-        """Returns the text on its standard error; all of it once the process has ended."""
-        if self.process.poll():
-            self._reader.join()
-        return b"".join(self._errors).decode()
-
-    def says(self, text: str, within_s: float = 20) -> bool:
-        """Returns whether it says so before long: what it wrote before it answered may be read after the answer."""
-        until = time.monotonic() + within_s
-        while text not in self.said() and time.monotonic() < until:
-            time.sleep(0.01)
-        return text in self.said()
+        """Returns the text on its standard error: at least what it wrote before its last answer."""
+        errors = self._stderr.fileno()  # its position is the agent's, too
+        return os.pread(errors, os.fstat(errors).st_size, 0).decode()
 
     def end(self) -> None:
         """Kills it. Idempotent."""
         self.process.end()
-        self._reader.join()
         for pipe in (self._stdin, self._stdout, self._stderr):
             with suppress(BrokenPipeError):
                 pipe.close()
@@ -341,24 +327,24 @@ class Served:
 
 
 def nurse(number: int) -> None:
-    """Forks an agent for each message with a name, variables and three pipes, until the socket is closed."""
+    """Forks an agent for each message with a name, variables and three files, until the socket is closed."""
     import nixl_cu12._api  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     with socket.socket(fileno=number) as asked:
         while True:
-            message, pipes, _, _ = socket.recv_fds(asked, 65536, 3)
+            message, files, _, _ = socket.recv_fds(asked, 65536, 3)
             if not message:
                 return
             pid = os.fork()
             if not pid:
                 break
             asked.send(b"%d" % pid)
-            for pipe in pipes:
-                os.close(pipe)
-    for at, pipe in enumerate(pipes):
-        os.dup2(pipe, at)
-        os.close(pipe)
+            for file in files:
+                os.close(file)
+    for at, file in enumerate(files):
+        os.dup2(file, at)
+        os.close(file)
     name, more = pickle.loads(message)
     os.environ.update(more)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -25,8 +25,8 @@ SEED = 56
 _BEFORE = 20
 """Transfers before a fault, so that it falls anywhere into one of those that follow."""
 _SETTLE_S = 20.0
-_LARGE = 4 << 20
-"""So large that cma reads it on a thread of its own, and not before the post returns."""
+_LARGE = 32 << 20
+"""So large that cma reads it on a thread of its own: a post itself reads what should take half a millisecond."""
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(600 + 10 * ROUNDS)]
 

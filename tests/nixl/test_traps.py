@@ -77,7 +77,7 @@ def test_too_many_notifications_are_refused_and_none_is_lost() -> None:
         reader("[agent.send_notif('owner', bytes(1 << 20)) for n in range(15)]")
         with pytest.raises(RuntimeError):
             reader("[agent.send_notif('owner', bytes(1 << 20)) for n in range(2)]")
-        assert reader.says("16 MiB"), reader.said()
+        assert "16 MiB" in reader.said()
         assert len(owner("notes(15)")["reader"]) == 15
         reader("agent.send_notif('owner', b'again')")
         assert owner("notes(1)") == {"reader": [b"again"]}
@@ -120,7 +120,7 @@ def test_write_is_refused_by_name() -> None:
         introduce(reader, owner)
         with pytest.raises(RuntimeError, match="nixlNotSupportedError"):
             reader("prepare('write', 'owner', 'into', at, 1, 4096, b'', 'WRITE')", at=at)
-        assert reader.says("refuses WRITE"), reader.said()
+        assert "refuses WRITE" in reader.said()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -135,7 +135,7 @@ def test_deregistered_memory_of_a_peer_is_stale(path: str) -> None:
         assert reader("wait('read')") == "DONE"
         owner("deregister('pool')")
         assert reader("wait('read', b'')") not in ("DONE", "PROC")
-        assert reader.says("deregistered memory"), reader.said()
+        assert "deregistered memory" in reader.said()
         assert owner("agent.get_new_notifs()") == {}
         assert reader("wait('kept')") == "DONE", reader.said()  # under the next seat
         assert holds(reader, 9)
@@ -186,7 +186,7 @@ def test_another_process_at_the_address_gets_no_secret_and_gives_no_bytes() -> N
         with agents("owner", KVLINK_TRANSPORTS="tcp", KVLINK_NIXL_PORT=port) as (other,):
             pool(other)
             assert reader("wait('read')") == "nixlRemoteDisconnectError", reader.said()
-            assert reader.says("restarted"), reader.said()
+            assert "restarted" in reader.said()
 
 
 def test_forged_metadata_is_refused() -> None:
