@@ -215,7 +215,7 @@ class SchedulerSide:
             self.incoming.ended(request, self._commands)
         except Exception as error:
             self.guard.caught("end", request_id, error)
-            self.incoming.abandon(request_id)
+            self.incoming.abandon(request_id, self._commands)
         self._stateful.forget(request_id)
         try:
             return self._finished(request, block_ids, complete)
@@ -377,7 +377,7 @@ class SchedulerSide:
         self.guard.caught(kind, request_id, error)
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
-        self.incoming.abandon(request_id)
+        self.incoming.abandon(request_id, self._commands)
         with self.guard.around("undo", request_id):
             self.turns.abandon(request_id)
         seats = self._seats.get(request_id)

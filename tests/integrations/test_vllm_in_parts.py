@@ -280,10 +280,18 @@ def test_a_prefill_that_ends_early_fails_the_load(new: NewServer, how: str) -> N
     decode.step_until(lambda: decode.failed == {"x"})
 
 
-def test_a_decode_request_that_ends_lets_go(new: NewServer) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decode_request_that_ends_lets_go(
+    new: NewServer, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also if its end cannot be handled: the load would wait for parts for ever."""
     prefill, decode = new("p"), new("d")
     asks, waits = half_announced(prefill, decode)
     decode.step()
+    if fails:
+        decode.step_until(lambda: same(decode, prefill, (5, 3)))
+        decode.step_until(lambda: all(pull.done() for pull in decode.ranks[0]._loads._loading["x"].pulls))
+        monkeypatch.setattr(decode.scheduler.incoming, "ended", lambda *_: 1 // 0)
     decode.scheduler.finished(waits, ([5, 6, 7],), False)
     decode.step_until(lambda: "x" in decode.received)
     assert decode.failed == {"x"}

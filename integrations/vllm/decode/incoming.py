@@ -179,7 +179,7 @@ class Incoming:
             if incoming is not None and incoming.handoff is not None and not incoming.refused:
                 with self._guard.around("received", request_id):
                     self._left(request_id, incoming, incoming.handoff, well=request_id not in failed)
-            self.abandon(request_id)
+            self._forget(request_id)
 
     def _left(self, request_id: str, incoming: AwaitedRequest, handoff: Handoff, *, well: bool) -> None:
         if well:
@@ -192,8 +192,17 @@ class Incoming:
         elif last:
             self._release_handoff(handoff, range(len(handoff.owners)), used=True)
 
-    def abandon(self, request_id: str) -> None:
-        """Forgets a request in any state, after an exception, and releases its lease. Raises nothing."""
+    def abandon(self, request_id: str, commands: StepCommands) -> None:
+        """Forgets a request in any state, after an exception, and releases its lease. Raises nothing.
+
+        Nobody follows its prefill any more, so a load that waits for parts ends.
+        """
+        incoming = self._requests.get(request_id)
+        if incoming is not None and incoming.started and incoming.following is not None:
+            commands.cut[request_id] = "the request was given up"
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         incoming = self._requests.pop(request_id, None)
         with self._guard.around("undo", request_id):
             self._remote.forget(request_id)
