@@ -54,7 +54,7 @@ void copy(const BaselinePiece& piece) { std::memcpy(address(piece.to), address(p
 constexpr size_t kLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPagesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
-constexpr size_t kTurnBytes = 256;
+constexpr size_t kTurnBytes = 512;
 
 /// Whole lines of at most a page each, and the rests of the pieces before and after them.
 struct Cut {

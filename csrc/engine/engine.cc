@@ -20,10 +20,6 @@
 namespace kvlink {
 namespace {
 
-// How often the owner checks the words of active leases, so that settled blocks return within a
-// millisecond.
-constexpr int kSweepMs = 1;
-constexpr int64_t kSweepNs = kSweepMs * 1'000'000;
 constexpr uint64_t kScratchBytes = 1 << 20;  // 16,384 pulls in flight
 constexpr char kStarting[] = "cannot start this worker";
 
@@ -431,12 +427,14 @@ void Engine::wake_owner() {
 
 void Engine::serve() {
   int64_t swept = 0;
+  SweepPause pause;
   while (!closing_) {
     epoll_event events[16];
     const bool sleeps = owner_sleep_.may_sleep(
         [this] { return leases_->num_active() > 0 || now_ns() < watch_ended_until_ns_; });
-    const int num_events = epoll_wait(epoll_fd_.get(), events, 16, sleeps ? -1 : kSweepMs);
+    const int num_events = epoll_wait(epoll_fd_.get(), events, 16, sleeps ? -1 : pause.ms());
     owner_sleep_.awake();
+    if (sleeps) pause = {};
     for (int index = 0; index < num_events; ++index) {
       const uint64_t state = events[index].data.u64;
       if (state < transports_.size()) {
@@ -447,10 +445,10 @@ void Engine::serve() {
       }
     }
     const int64_t now = now_ns();
-    if (now - swept < kSweepNs) continue;
+    if (now - swept < int64_t{pause.ms()} * 1'000'000) continue;
     swept = now;
     try {
-      sweep();
+      pause.swept(sweep() || announces_);  // sweeps collect what readers announce
     } catch (const BrokenContract& broken) {
       stop_offering(broken.what());
     }
@@ -568,13 +566,14 @@ void Engine::enforce_guards() {
 
 // Leases that ended: late readers are cut off, then the threads are told that wait for blocks.
 
-void Engine::sweep() {
+/// Returns whether leases have ended.
+bool Engine::sweep() {
   std::lock_guard whole(sweep_mutex_);  // take_ended() waits for a sweep under way
   const int64_t now = now_ns();
   Swept swept;
   leases_->sweep(now, swept);
   cut_off_readers(swept);
-  if (swept.ended.empty()) return;
+  if (swept.ended.empty()) return false;
   if (announces_) {
     watch_ended_until_ns_ = now + kWatchEndedNs;
     if (owner_sleep_.asleep()) wake_owner();  // another thread has swept the last lease away
@@ -582,6 +581,7 @@ void Engine::sweep() {
   std::lock_guard lock(mutex_);
   notify(ended_watchers_, swept.ended.front().lease);
   std::move(swept.ended.begin(), swept.ended.end(), std::back_inserter(ended_));
+  return true;
 }
 
 /// This comes first: a block must not be written again while a late reader could still be sent its bytes. It

@@ -205,7 +205,7 @@ class Engine {
   Status open_descriptors();
   Status start_threads();
   void serve();
-  void sweep();
+  bool sweep();
   void cut_off_readers(const Swept& swept);
   void enforce_guards();
   static void notify(Watchers& watchers, uint64_t token);

@@ -164,6 +164,18 @@ class SweeperSleep {
   Atomic<bool> asleep_{false};
 };
 
+/// The pause before the next sweep, in ms. It doubles with each sweep that ended no lease: while leases stay
+/// out, their owner wakes 125 times a second and not 1,000.
+class SweepPause {
+ public:
+  static constexpr int kLeast = 1, kMost = 8;
+  int ms() const { return ms_; }
+  void swept(bool any_ended) { ms_ = any_ended ? kLeast : std::min(2 * ms_, kMost); }
+
+ private:
+  int ms_ = kLeast;
+};
+
 /// Fills the words, 32 at most, with random bits. Returns the reason if it cannot.
 using DrawRandom = std::function<Status(std::span<uint64_t>)>;
 Status draw_from_kernel(std::span<uint64_t> words);

@@ -22,7 +22,25 @@ using Pieces = std::span<const StreamCopy::Piece>;
 constexpr size_t kPageBytes = 4096;  // hardware prefetchers stop at it
 constexpr size_t kLineBytes = 64;
 constexpr size_t kPiecesInTurns = 8;  // more keep the memory no busier, fewer leave it waiting
-constexpr size_t kTurnBytes = 256;    // of one piece before it is the next one's turn
+constexpr size_t kTurnBytes = 512;    // of one piece before it is the next one's turn
+
+// Smaller pieces are copied into the cache, and those with a part of a line at either end, for which the
+// whole line must be loaded. 1,024 random pieces on EPYC, past the cache -> into it, us: 136 bytes 113 -> 61,
+// 264 127 -> 76, 1,160 279 -> 271; 576 (whole lines) 82 -> 107.
+constexpr size_t kLeastLines = 512, kLeastUneven = 2048;
+
+bool is_streamed(const StreamCopy::Piece& piece) {
+  const bool even = (reinterpret_cast<uintptr_t>(piece.to) | piece.bytes) % kLineBytes == 0;
+  return piece.bytes >= (even ? kLeastLines : kLeastUneven);
+}
+
+// GCC removes calls of a function that only prefetches.
+[[gnu::always_inline]] inline void fetch(const StreamCopy::Piece& piece) {
+  for (size_t at = 0; at < std::min(piece.bytes, kLeastLines); at += kLineBytes) {
+    __builtin_prefetch(piece.from + at);
+    __builtin_prefetch(piece.to + at, 1);
+  }
+}
 
 void copy_cached(Pieces pieces) {
   for (const auto& piece : pieces) copy_bytes(piece.to, piece.from, piece.bytes);
@@ -82,6 +100,7 @@ void store_fence() {}
 }  // namespace
 
 void StreamCopy::add(std::byte* to, const std::byte* from, size_t bytes) {
+  if (!is_streamed({to, from, bytes})) return copy_later({to, from, bytes});
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % kLineBytes);
   copy_bytes(to, from, head);
   for (size_t at = head; at < bytes;) {
@@ -97,8 +116,17 @@ void StreamCopy::flush() {
   num_pieces_ = 0;
 }
 
+void StreamCopy::copy_later(const Piece& piece) {
+  fetch(piece);
+  Piece& oldest = later_[num_later_++ % later_.size()];
+  copy_bytes(oldest.to, oldest.from, oldest.bytes);
+  oldest = piece;
+}
+
 void StreamCopy::finish() {
   flush();
+  copy_cached(later_);
+  later_ = {};
   store_fence();
 }
 

@@ -16,7 +16,8 @@ namespace kvlink {
 inline constexpr size_t kStreamBytes = 16 << 10;
 
 /// Copies past the cache with non-temporal stores. Pieces are cut into pages, and eight pages are copied in
-/// turns, which keeps the memory busier than one page after the other.
+/// turns, which keeps the memory busier than one page after the other. A piece that is too small for this is
+/// copied into the cache, and the lines of those after it are fetched meanwhile.
 class StreamCopy {
  public:
   StreamCopy() = default;
@@ -37,7 +38,11 @@ class StreamCopy {
 
  private:
   void flush();
+  void copy_later(const Piece& piece);
 
+  static constexpr size_t kFetchedAhead = 8;
+  std::array<Piece, kFetchedAhead> later_ = {};  // a ring; of no bytes where there is none
+  size_t num_later_ = 0;
   // Collected first, because walking the operations between two turns costs 7 % of the copy.
   std::array<Piece, 256> pieces_;
   size_t num_pieces_ = 0;

@@ -15,9 +15,6 @@ namespace kvlink {
 /// Any thread, but for stop(). The thread starts with the first work, and sleeps without any.
 class CopyHelper {
  public:
-  static constexpr size_t kSharedBytes = 512 << 10;  // from here on two threads copy
-  static constexpr size_t kPartBytes = 128 << 10;    // at least, of what one of them copies at a time
-
   CopyHelper() = default;
   ~CopyHelper() { stop(); }
   CopyHelper(const CopyHelper&) = delete;

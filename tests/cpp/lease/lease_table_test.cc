@@ -485,5 +485,16 @@ TEST(LeaseOfManyReaders, EachSeatIsMovedAndEndsByItself) {
   }
 }
 
+TEST(SweepPause, DoublesWhileNothingEnds) {
+  SweepPause pause;
+  std::vector<int> ms;
+  for (const bool ended : {false, false, false, false, true, false}) {
+    ms.push_back(pause.ms());
+    pause.swept(ended);
+  }
+  EXPECT_EQ(ms, (std::vector{1, 2, 4, 8, 8, 1}));
+  EXPECT_EQ(pause.ms(), 2);
+}
+
 }  // namespace
 }  // namespace kvlink
