@@ -301,6 +301,10 @@ test-engines: build $(VENV)/.checked ## real inference servers, a router, faults
 	[ -z "$$of" ] || build/engines/$$of/bin/python tests/engines/models.py build/engines/models
 	pytest -m engines $(ENGINES_TESTS)
 
+.PHONY: wheel
+wheel: build ## dist/kvlink-*.whl: a wheel for this machine, of what the build compiled
+	.ci/wheel
+
 .PHONY: test-wheel
 test-wheel: build ## build a wheel, install it into a fresh environment, use it there
 	.ci/test-wheel $(PYTHON)
