@@ -91,7 +91,7 @@ class SchedulerSide:
         """Handoffs that were not used since the last `take_counts`, by reason."""
         self.guard = RequestGuard(_log)
         self._windows = windows
-        self._stateful = Stateful(states, back_off)
+        self._stateful = Stateful(states, back_off, windows)
         self.decisions = StreamDecisions(always=streams_always)
         self.incoming = Incoming(
             own,
@@ -216,7 +216,6 @@ class SchedulerSide:
         except Exception as error:
             self.guard.caught("end", request_id, error)
             self.incoming.abandon(request_id, self._commands)
-        self._stateful.forget(request_id)
         try:
             return self._finished(request, block_ids, complete)
         except Exception as error:
@@ -224,6 +223,8 @@ class SchedulerSide:
             self._sent.ended(request_id)
             self._abandon("hand_off", request, error)
             return False, None
+        finally:
+            self._stateful.forget(request_id)
 
     def _finished(
         self, request: Any, block_ids: GroupIds, complete: bool
@@ -263,7 +264,7 @@ class SchedulerSide:
 
         vLLM reuses the blocks that a window has left behind. After more than one token, some are of the prompt.
         """
-        prompt = request.num_prompt_tokens
+        prompt = self._stateful.prompt_of(request)
         gap = first_gap(self._windows, block_ids, self._ranks[0].block_tokens, prompt, num_tokens)
         if gap is None:
             return True

@@ -58,7 +58,7 @@ def test_the_connector_is_found_by_the_packages_path(pair: Pair, references: Ref
 def test_windows_that_prefill_has_moved(
     pair: Pair, references: References, num_tokens: int, answered: int
 ) -> None:
-    """Windows have 512 tokens, blocks 128. The last token of 639 and 1,023 reads a block that vLLM drops."""
+    """Windows have 512 tokens, blocks 128. The last token of 639 and 1,023 reads a block that vLLM would drop."""
     tokens = prompt("windows", num_tokens)
     asked = pair.ask(
         pair.prefill, tokens, answered, kv_transfer_params={"do_remote_decode": True}, ignore_eos=True
@@ -66,10 +66,8 @@ def test_windows_that_prefill_has_moved(
     assert asked.status == 200
     answer = pair.continued(tokens, asked.handoff or {"do_remote_prefill": True})
     assert (answer.status, answer.tokens) == (200, references(tokens))
-    if answered == 1 and num_tokens == 1000:
-        assert asked.handoff
+    assert bool(asked.handoff) == (answered == 1)
     if answered > 1:
-        assert not asked.handoff
         assert unused(pair, "window_passed") > 0
     assert pair.settles(AT_ONCE_S)
 

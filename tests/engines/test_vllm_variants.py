@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from pair import CHUNK_TOKENS, Pair, Tokens, ask, eventually, prompt
 from servers import ENGINES, MODELS, Server, post
-from variant_servers import refused, servers_of
+from variant_servers import SETTLE_S, check_lengths, refused, servers_of
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -19,30 +19,10 @@ pytestmark = [
     pytest.mark.skipif(not (ENGINES / "vllm" / ".made").exists(), reason="no vLLM in build/engines"),
 ]
 
-SETTLE_S = 30.0
 LENGTHS = (1, 127, 128, 300, CHUNK_TOKENS + 200)
+_STATES = ["--num-gpu-blocks-override", "700", "--no-enable-prefix-caching"]
 _ASK = {"do_remote_decode": True}
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-
-
-def check_lengths(pair: Pair, name: str, lengths: Sequence[int] = LENGTHS) -> None:
-    """Handoffs of prompts of several lengths load, and give what decode computes itself."""
-    expected = {}
-    for num_tokens in lengths:
-        answer = ask(pair.decode.url, name, prompt("variant", num_tokens))
-        assert answer.tokens is not None, answer.body
-        expected[num_tokens] = answer.tokens
-    pair.forget()
-    loads = pair.loads()
-    for num_tokens in lengths:
-        tokens = prompt("variant", num_tokens)
-        asked = ask(pair.prefill.url, name, tokens, 1, kv_transfer_params=_ASK)
-        assert asked.handoff, asked.body
-        answer = ask(pair.decode.url, name, tokens, kv_transfer_params=asked.handoff)
-        assert (answer.status, answer.tokens) == (200, expected[num_tokens]), num_tokens
-    assert eventually(lambda: pair.loads() == loads + len(lengths), SETTLE_S)
-    assert pair.decode.metric("vllm:kvlink_failed_loads_total") == 0
-    assert pair.settles(SETTLE_S)
 
 
 def check_refused(pair: Pair, other: Server) -> None:
@@ -70,7 +50,7 @@ def adapters() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("adapter", ["a", "b", "llama"])
 def test_an_adapter(adapters: Pair, adapter: str) -> None:
-    check_lengths(adapters, adapter)
+    check_lengths(adapters, adapter, LENGTHS)
 
 
 def test_the_cache_of_another_adapter_is_refused(adapters: Pair) -> None:
@@ -92,11 +72,28 @@ def test_the_cache_of_another_adapter_is_refused(adapters: Pair) -> None:
         assert again.tokens == expected[computed]
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("gpt-oss", ["--num-gpu-blocks-override", "192"]),
+        ("llama4", ["--num-gpu-blocks-override", "192"]),
+        ("nemotron-h", _STATES),
+        ("falcon-h1", _STATES),
+        ("lfm2", _STATES),
+    ],
+)
+def test_other_kinds_of_caches(model: str, more: Sequence[str]) -> None:
+    """Prefill leaves the last token to decode if the model has states, which then computes prompts of one token."""
+    left_over = int(more is _STATES)
+    with servers_of(model, more) as (pair, _):
+        check_lengths(pair, model, LENGTHS[left_over:], left_over)
+
+
 def test_quantized_caches() -> None:
     """Both kinds of fp8 are bytes of the same shape. A server of the other kind computes the prompt itself."""
     fp8, another = (["--kv-cache-dtype", cache] for cache in ("fp8", "fp8_e5m2"))
     with servers_of("llama", fp8, another) as (pair, (other,)):
-        check_lengths(pair, "llama")
+        check_lengths(pair, "llama", LENGTHS)
         check_refused(pair, other)
 
 
@@ -106,7 +103,7 @@ def test_draft_models(method: str) -> None:
     folder = MODELS / f"llama-{method.removesuffix('_model')}"
     config = f'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": 3}}'
     with servers_of("llama", ["--speculative-config", config], []) as (pair, (other,)):
-        check_lengths(pair, "llama")
+        check_lengths(pair, "llama", LENGTHS)
         check_refused(pair, other)
 
 
@@ -119,7 +116,7 @@ def test_multi_token_prediction() -> None:
     drafts = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
     spoils = ["--model", str(MODELS / "mimo-spoilt"), *drafts]
     with servers_of("mimo", drafts, [], spoils) as (pair, (without, spoilt)):
-        check_lengths(pair, "mimo")
+        check_lengths(pair, "mimo", LENGTHS)
         accepted = dict.fromkeys(("by itself", "handed over", "spoilt"), 0.0)
         for num_tokens in (16, *LENGTHS[1:]):
             tokens = prompt("drafts", num_tokens)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what servers need besides the models: LoRA adapters, draft models, models with a draft layer or with images.
+"""Makes what servers need besides the models: LoRA adapters, draft models, models with a draft layer, with images, or
+with compressed caches.
 
 `variants.py FOLDER [NAME …]` runs in vLLM's environment, once, like models.py, whose seeded random weights it uses.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,13 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 from models import _COMMON, VOCABULARY, check_tokens_depend_on_the_cache, tokenizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
+    FalconH1Config,
+    GptOssConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
+    NemotronHConfig,
+    PretrainedConfig,
     Qwen2Config,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -132,6 +141,92 @@ def multi_token_prediction(spoilt: bool) -> Callable[[Path], None]:
     return write
 
 
+def network_of(config: PretrainedConfig) -> Callable[[Path], None]:
+    """Returns what writes a model of this configuration."""
+
+    def write(folder: Path) -> None:
+        torch.manual_seed(12)
+        network: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        network.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+
+    return write
+
+
+_ATTENTION: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4, "initializer_range": 0.1}
+_MAMBA_2: dict[str, Any] = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_heads": 16}
+KINDS: dict[str, PretrainedConfig] = {
+    "gpt-oss": GptOssConfig(
+        **_COMMON | _ATTENTION, head_dim=64, sliding_window=128, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "llama4": Llama4TextConfig(
+        **_COMMON | _ATTENTION, head_dim=64, attention_chunk_size=256, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=2, intermediate_size_mlp=512,
+    ),
+    "nemotron-h": NemotronHConfig(
+        **_COMMON | _ATTENTION, layers_block_type=["mamba", "attention", "mamba", "mlp"], head_dim=32,
+        mamba_num_heads=16, mamba_head_dim=32, n_groups=2, ssm_state_size=16, conv_kernel=4,
+    ),
+    "falcon-h1": FalconH1Config(
+        **_COMMON | _ATTENTION | _MAMBA_2, head_dim=32, mamba_d_ssm=512, mamba_d_head=32, mamba_n_groups=1,
+    ),
+    # The last five are names of older configurations, which vLLM reads.
+    "lfm2": Lfm2Config(
+        **_COMMON | _ATTENTION, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3,
+        block_auto_adjust_ff_dim=False, block_dim=_HIDDEN, block_multiple_of=_HIDDEN, block_ffn_dim_multiplier=1.0,
+        conv_dim=_HIDDEN, conv_dim_out=_HIDDEN,
+    ),
+}  # fmt: skip
+"""Attention with sinks, and in chunks; other mixtures of attention with Mamba-2; short convolutions."""
+
+
+def deepseek_v4(folder: Path) -> None:
+    """A layer with a window alone, two with rows of 4 tokens and an indexer, and one with rows of 128.
+
+    transformers writes most of its weights under the names that vLLM reads.
+    """
+    torch.manual_seed(11)
+    ratios = [0, 4, 128, 4]
+    common = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}
+    config = DeepseekV4Config(
+        **common | {"initializer_range": 0.1},
+        num_hidden_layers=len(ratios),
+        compress_ratios=ratios,
+        num_hash_layers=1,
+        q_lora_rank=128,
+        o_groups=2,
+        o_lora_rank=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        index_n_heads=8,
+    )
+    network: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            if name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(VOCABULARY, 4).topk(2).indices)
+            elif name.endswith(("position_bias", "sinks", "e_score_correction_bias")):
+                tensor.normal_(0, 0.5)
+    network.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    weights = {
+        re.sub(r"hc_head\.hc_", "hc_head_", name.replace(".attn.norm.", ".attn.kv_norm.")): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    del described["mlp_layer_types"]  # vLLM's configuration knows other words
+    described |= {
+        "compress_ratios": ratios,
+        "num_hash_layers": 1,
+        "qk_rope_head_dim": 64,
+        "topk_method": "noaux_tc",
+        "expert_dtype": "bf16",
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+
+
 class Vision(NamedTuple):
     """The encoder of a model of Idefics3's kind. An image has `pixels` x `pixels`, and becomes `tokens` tokens."""
 
@@ -201,6 +296,8 @@ VARIANTS: dict[str, Callable[[Path], None]] = {
     "llama-eagle": eagle,
     "mimo": multi_token_prediction(spoilt=False),
     "mimo-spoilt": multi_token_prediction(spoilt=True),
+    "deepseek-v4": deepseek_v4,
+    **{name: network_of(config) for name, config in KINDS.items()},
     "idefics3": images(Vision(112, 14, 2, 64, 128, 2, 4, 0.2)),
 }
 LARGER: dict[str, Callable[[Path], None]] = {

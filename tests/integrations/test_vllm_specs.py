@@ -94,6 +94,23 @@ def test_a_buffer_that_would_be_ignored_is_refused(modules: tuple[Any, Any]) -> 
         modules[0].check_supported(asks, Caches(DEEPSEEK_V4))
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "refused"), [("fp8", ""), ("fp8_ds_mla", ""), ("int8_per_token_head", "int8")]
+)
+def test_quantized_caches_on_cpus(cache_dtype: str, refused: str) -> None:
+    """DeepSeek-V4 has scales in its pages, which are moved as a whole."""
+    asks = config(
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        kv_transfer_config=SimpleNamespace(kv_buffer_device="cpu"),
+    )
+    with stand_in("cpu") as (unsupported, _):
+        if not refused:
+            unsupported.check_supported(asks, Caches(DEEPSEEK_V4))
+            return
+        with pytest.raises(ConfigError, match=f"--kv-cache-dtype {refused}"):
+            unsupported.check_supported(asks, Caches(DEEPSEEK_V4))
+
+
 MODEL = {"multimodal_config": None, "use_mla": False}
 
 

@@ -87,12 +87,26 @@ def test_decode_refuses_what_an_older_prefill_hands_off(num_tokens: int) -> None
         prefill.step_until(lambda: "r" in prefill.sent)
 
 
-def test_the_windows_own_end_is_withheld_where_vllm_has_dropped_it() -> None:
-    """Prompt of 21: with all computed the window starts at token 16, and its last token reads token 15, too."""
-    with server("p") as prefill:
-        stays, params = prefill.prefill(request("r", PROMPT[:21], ASK_PREFILL), FULL, kept(21, 7))
-        assert (stays, params) == (False, None)
-        assert gone(prefill)
+@pytest.mark.parametrize(("max_tokens", "computed"), [(1, 20), (2, 21)])
+def test_prefill_leaves_the_last_token_to_decode_where_vllm_would_drop_what_it_reads(
+    max_tokens: int, computed: int
+) -> None:
+    """Prompt of 21: with all computed the window starts at token 16, and its last token reads token 15, too.
+
+    A client that asks prefill for more tokens gets them, and nothing is handed off.
+    """
+    with server("p") as prefill, server("d") as decode:
+        asks = request("r", PROMPT[:21], ASK_PREFILL, max_tokens)
+        stays, params = prefill.prefill(asks, FULL, kept(computed, 7))
+        assert (asks.num_prompt_tokens, stays) == (computed, max_tokens == 1)
+        if not params:
+            assert prefill.scheduler.take_counts() == {"window_passed": 1}
+            assert gone(prefill)
+            return
+        assert decode.load(request("x", PROMPT[:21], params), OURS, kept(20, 1)) == (20, True)
+        decode.step_until(lambda: "x" in decode.received)
+        assert not decode.failed
+        assert same(decode, prefill, [(4, 10), (5, 11)], ("window.0",))
 
 
 def test_a_prompt_whose_last_token_reads_a_block_that_vllm_drops_is_loaded_but_for_that_token() -> None:

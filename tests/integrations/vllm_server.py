@@ -315,11 +315,15 @@ def gone(server: Server) -> bool:
     return len(server.scheduler._slots) == 15 and not server.scheduler._seats
 
 
-def request(request_id: str, tokens: list[int], params: dict[str, Any] | None) -> Any:
+def request(request_id: str, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1) -> Any:
+    all_tokens = list(tokens)
     return SimpleNamespace(
         request_id=request_id,
-        prompt_token_ids=tokens,
-        all_token_ids=list(tokens),
+        prompt_token_ids=list(tokens),
+        all_token_ids=all_tokens,
+        _all_token_ids=all_tokens,
+        max_tokens=max_tokens,
+        get_skip_reading_prefix_cache=lambda: False,
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
         num_preemptions=0,

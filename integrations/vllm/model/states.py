@@ -16,6 +16,7 @@ from typing import Any
 from kvlink.errors import ConfigError
 
 from .prompt_inputs import has_embeddings
+from .windows import Windows, loadable
 
 _CONVOLVED = {"MAMBA1": 1, "MAMBA2": 3, "GDN_ATTN": 3}
 """The number of projections in the convolution of each kind: x; x, B, C; Q, K, V. B and C, and Q and K, are alike."""
@@ -100,15 +101,17 @@ def _widths(kind: str, num_columns: int, recurrent: Sequence[int]) -> tuple[int,
 class Stateful:
     """The requests of a prefill server whose prompts were shortened. `states` has those of each group, or None.
 
-    Prompts are shortened by one token for states, and by `back_off` if that is more.
+    Prompts are shortened by one token for states, and by `back_off` if that is more. Without either, `windows` may ask
+    for one token less, too, so that vLLM keeps a block that decode reads.
     """
 
-    def __init__(self, states: Sequence[States | None], back_off: int = 0) -> None:
+    def __init__(self, states: Sequence[States | None], back_off: int = 0, windows: Windows = ()) -> None:
         self._states = states
         self._back_off = max(back_off, int(any(states)))
-        self._shortened: set[str] = set()
+        self._windows = windows
+        self._removed: dict[str, int] = {}
         self.any = any(states)
-        """False for a model without states, for which nothing here does anything."""
+        """False for a model without states, for which only back_off and windows matter here."""
 
     def shorten(self, request: Any) -> None:
         """Removes the last tokens of the prompt, and asks for one token of answer, as that answer is not used.
@@ -116,24 +119,33 @@ class Stateful:
         Leaves a prompt of no more tokens, of embeddings, or one that must not read the prefix cache, so that decode
         would load nothing.
         """
-        count = self._back_off
+        count = self._back_off or self._for_windows(request)
         if not count or has_embeddings(request) or request.num_prompt_tokens <= count:
             return
-        if request.request_id in self._shortened or request.get_skip_reading_prefix_cache():
+        if request.request_id in self._removed or request.get_skip_reading_prefix_cache():
             return
         prompt, tokens = request.prompt_token_ids, request._all_token_ids  # both, or neither is changed
         del prompt[-count:], tokens[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
-        self._shortened.add(request.request_id)
+        self._removed[request.request_id] = count
+
+    def _for_windows(self, request: Any) -> int:
+        """Returns 1 if vLLM drops a block that decode reads with the prompt's end, and no client reads the answer."""
+        prompt = request.num_prompt_tokens
+        return int(loadable(self._windows, prompt, prompt) < prompt and request.max_tokens == 1)
+
+    def prompt_of(self, request: Any) -> int:
+        """Returns the number of tokens that its client sent."""
+        return int(request.num_prompt_tokens) + self._removed.get(request.request_id, 0)
 
     def can_hand_off(self, request_id: str) -> bool:
         """Returns whether decode can continue from this request's states."""
-        return not self.any or request_id in self._shortened
+        return not self.any or request_id in self._removed
 
     def forget(self, request_id: str) -> None:
         """Forgets a request that has ended."""
-        self._shortened.discard(request_id)
+        self._removed.pop(request_id, None)
 
     def holding(self, groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Returns the blocks that are handed off: of a group of states, the last, which holds the request's."""

@@ -35,7 +35,8 @@ SERVED = (
 Their subclasses are not among them, because vLLM gives their blocks other rules.
 """
 
-_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_QUANTIZED_ON_CPUS = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+"""The last is DeepSeek-V4's, which its model chooses by itself."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -112,7 +113,11 @@ def _check_buffer(kv_transfer_config: Any) -> None:
 def _check_cache_dtype(vllm_config: Any) -> None:
     """Raises ConfigError for quantized caches that vLLM's backend for CPUs does not list, although servers start."""
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype) and cache_dtype not in _FP8:
+    if (
+        current_platform.is_cpu()
+        and is_quantized_kv_cache(cache_dtype)
+        and cache_dtype not in _QUANTIZED_ON_CPUS
+    ):
         raise ConfigError(
             f"KVLinkConnector does not serve --kv-cache-dtype {cache_dtype} on a CPU, where it gave other tokens; "
             "use fp8 or auto"
