@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the router adds to a request while many are in flight, beside a client that asks both servers itself.
 
-    python tests/router/load_times.py [--in-flight 1,64,512] [--seconds 5] [--json]
+    python tests/engines/router_times.py [--in-flight 1,64,512] [--seconds 5] [--json]
 
 Prefill and decode are stand-ins that answer at once, so all of the time is HTTP. They and the clients share a process,
 and the router has its own. Each client sends its next request after an answer. Both ways run in turns of half a second.
