@@ -320,6 +320,7 @@ bench: build $(VENV)/.checked peers ## build/bench/report.html: kvlink beside it
 	kvlink bench control
 	kvlink bench peers --seconds 0.5 --blocks 256 --json >build/bench/results.jsonl
 	kvlink bench peers --seconds 0.5 --blocks 1 --block-bytes 16384 --json >>build/bench/results.jsonl
+	kvlink bench peers --seconds 0.2 --suite benchmarks/workloads/bursts.json --json >>build/bench/results.jsonl
 	kvlink bench plan --json >>build/bench/results.jsonl
 	kvlink bench pull --json >>build/bench/results.jsonl
 	kvlink bench migrate --tokens 256,4096 --beside cpu --json >>build/bench/results.jsonl

@@ -382,6 +382,18 @@ def measure_peers(
         list[int] | None,
         typer.Option(min=1, help="Move this many blocks at a time; may be repeated. [256, 4096, 1 of 16384]"),
     ] = None,
+    suite: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Move the bursts of this file of a public suite instead, as `kvlink bench suite` does."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Use the KV geometry of this model in place of that of the suite.")
+    ] = "",
+    pool_gib: Annotated[
+        float, typer.Option(min=0.001, max=1024, help="Omit bursts for which the pool of an end is larger.")
+    ] = 0.5,
     seconds: Annotated[float, typer.Option(min=0, help="Measure each shape for this many seconds.")] = 3.0,
     environments: Annotated[
         Path | None, typer.Option(help="Find the other libraries in this folder. [build/peers]")
@@ -398,14 +410,21 @@ def measure_peers(
     """
     from .peers import run
     from .peers.setup import advice
+    from .workloads.suites import suite_of
 
     if environments is not None and not environments.is_dir():
         raise typer.BadParameter("not a folder", param_hint="--environments")
     environments = environments or Path("build/peers")
-    shapes = run.checked(path, block_bytes, blocks)
+    run.check_paths(path)
+    shapes = (
+        run.bursts(suite_of(suite, model), int(pool_gib * 2**30))
+        if suite
+        else run.shapes(block_bytes, blocks)
+    )
     with run.open_log(log, environments) as output:
         record = Record("bench peers", as_json)
-        rows = record.show("peers", run.contests(path, shapes, seconds, environments, output))
+        kind = "burst" if suite else "peers"
+        rows = record.show(kind, run.contests(path, shapes, seconds, environments, output))
     if missing := advice(rows, environments.absolute()):
         typer.echo(missing, err=True)
     record.end()

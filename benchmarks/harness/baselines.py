@@ -17,27 +17,34 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvlink import BlockPool, WorkerConfig, _bench
+from kvlink import WorkerConfig, _bench
 from kvlink.hardware.nics import MemoryPlace, select_ports
 
-from .block_draws import pieces_of
-from .contents import Ids
 from .perftest import read_bandwidth, read_latency
+from .pieces import Pieces
 from .processes import OwnerSide
 
 _LATENCY_READS, _BANDWIDTH_READS = 1000, 1000
 _LEAST_SHARED_BYTES = 256 << 10  # below, a second thread costs more than it saves
 
-Copy = Callable[[npt.NDArray[np.uint64]], int]
+Copy = Callable[[Pieces], int]
+
+
+class Memory(NamedTuple):
+    """An owner's pool: the address that a copier uses, and a reference that keeps the memory."""
+
+    base: int
+    keeper: Any = None
 
 
 class Baseline(NamedTuple):
     """One bare way of moving blocks, on so many threads, or over so many streams."""
 
     name: str
-    run: Callable[[Ids, Ids], float]
-    """Takes blocks at the owner and blocks here; returns microseconds."""
-    keeper: Any = None
+    copy: Copy
+    """Takes pieces (pieces.py); returns ns."""
+    memory: Memory
+    """The owner's, from where it copies."""
 
 
 class Reference(NamedTuple):
@@ -86,21 +93,11 @@ def references_of(transport: str, block_bytes: int, blocks: int, lanes: int) -> 
     return [Reference("ib_read_bw", stream)]
 
 
-def baselines_of(
-    transport: str, owner: OwnerSide, pool: BlockPool, threads: Sequence[int] = (1,)
-) -> list[Baseline]:
+def baselines_of(transport: str, owner: OwnerSide, threads: Sequence[int] = (1,)) -> list[Baseline]:
     """Returns the baselines of a transport; the fastest is its limit."""
     name = transport.removeprefix("fault+")
     memory = memory_of(name, owner)
-    copies = copies_from(name, owner, threads)
-    return [Baseline(way, _copy(copy, memory.base, pool), memory.keeper) for way, copy in copies.items()]
-
-
-class Memory(NamedTuple):
-    """An owner's pool: the address that a copier uses, and a reference that keeps the memory."""
-
-    base: int
-    keeper: Any = None
+    return [Baseline(way, copy, memory) for way, copy in copies_from(name, owner, threads).items()]
 
 
 def memory_of(name: str, owner: OwnerSide) -> Memory:
@@ -126,11 +123,6 @@ def copies_from(name: str, owner: OwnerSide, threads: Sequence[int] = (1,)) -> d
         plain = (_bench.baseline_memcpy, _bench.baseline_streamed_copy)
         copies = [partial(copy, threads=count) for copy in plain for count in threads]
     return dict(zip(ways_of(name, threads), copies, strict=True))
-
-
-def _copy(copy: Copy, base: int, pool: BlockPool) -> Callable[[Ids, Ids], float]:
-    to, size = pool.regions[0].address, pool.layout.block_bytes
-    return lambda from_ids, to_ids: copy(pieces_of(from_ids, to_ids, size, base, to)) / 1000
 
 
 def _mapping(pid: int, memfd: int) -> npt.NDArray[np.uint8]:

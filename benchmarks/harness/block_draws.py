@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,18 +32,25 @@ class Order:
 
     def whole_runs(self, least: int) -> int:
         """Returns the smallest number of blocks, at least `least`, that whole runs fill."""
-        return -(-least // self.run) * self.run
+        return self.runs_of(least) * self.run
 
-    def lists_in(self, pool_blocks: int, blocks: int) -> int:
-        """Returns how many lists `draw` can make."""
-        return pool_blocks // self.run // -(-blocks // self.run)
+    def runs_of(self, blocks: int) -> int:
+        """Returns how many runs `blocks` blocks take, the last of them perhaps in part."""
+        return -(-blocks // self.run)
 
-    def draw(self, rng: np.random.Generator, pool_blocks: int, num: int, blocks: int) -> list[Ids]:
-        """Returns `num` lists of `blocks` ids, all different."""
-        runs_each = -(-blocks // self.run)
-        runs = rng.permutation(pool_blocks // self.run)[: num * runs_each].astype(np.uint32)
+    def runs_in(self, pool_blocks: int) -> int:
+        """Returns how many runs a pool has, of which `draw` uses each once."""
+        return pool_blocks // self.run
+
+    def draw(self, rng: np.random.Generator, pool_blocks: int, sizes: Sequence[int]) -> list[Ids]:
+        """Returns a list of ids for each of `sizes`, all different."""
+        ends = np.cumsum([self.runs_of(size) for size in sizes])
+        runs = rng.permutation(self.runs_in(pool_blocks))[: ends[-1]].astype(np.uint32)
         ids = runs[:, np.newaxis] * np.uint32(self.run) + np.arange(self.run, dtype=np.uint32)
-        return [np.ascontiguousarray(row[:blocks]) for row in ids.reshape(num, -1)]
+        return [
+            np.ascontiguousarray(part.ravel()[:size])
+            for part, size in zip(np.split(ids, ends[:-1]), sizes, strict=True)
+        ]
 
 
 def pieces_of(

@@ -69,9 +69,9 @@ KINDS = {
         "p50_us_95 tp pp iters steps",
     ),
     "burst": Kind(
-        "suite workload transport tokens page_tokens requests",
+        "suite workload path peer mode tokens page_tokens requests",
         "p50_us",
-        "transport tokens page_tokens requests p50_us of_limit verified failed gib_per_s p99_us workload "
+        "peer mode tokens page_tokens requests p50_us of_limit verified gib_per_s p99_us workload path "
         "pieces limit p50_us_95 cpu_s_per_gib iters why_not",
     ),
     "saturation": Kind("transport model tp pp tokens slots"),

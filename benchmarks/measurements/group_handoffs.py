@@ -23,10 +23,11 @@ from ..harness.baselines import Copy, Memory, copies_from, memory_of, thread_cou
 from ..harness.block_draws import Order
 from ..harness.contents import Contents, Ids
 from ..harness.owner import stacked
+from ..harness.pieces import End, pieces_of
 from ..harness.processes import OwnerSide, coordinator_process, owner_process
 from ..workloads.grouped_models import GROUPED_MODELS, CacheRows
 from .rank_handoffs import SEED, Bench, Row
-from .rank_shares import Baselines, End, Request, pieces_of
+from .rank_shares import Baselines, Request
 
 _POOL_BYTES = 1 << 30
 _PLACES = 4
@@ -110,7 +111,7 @@ class GroupBench(Bench):
         sizes = np.diff(self._ends, prepend=0).tolist()
         drawn = [
             [
-                self._order.draw(self._rng, layout.num_blocks, 1, size)[0]
+                self._order.draw(self._rng, layout.num_blocks, [size])[0]
                 for layout, size in zip(self._layouts, sizes, strict=True)
             ]
             for _ in range(2)

@@ -24,7 +24,7 @@ from ..harness.owner import memory_for
 from ..harness.processes import BenchError
 from ..harness.results import verified
 from ..harness.statistics import histogram, quantiles_us
-from ..peers.contender import KVLINK, Contender, Shape
+from ..peers.contender import KVLINK, Contender, Shape, of_blocks
 from ..peers.contest import Score, held
 from ..peers.here import Kvlink
 
@@ -60,21 +60,19 @@ def rows(
 
     Raises ConfigError, BenchError and TransferError.
     """
-    shape, kind = (
-        Shape(block_bytes, blocks, 1 if order == "random" else _SPARE),
-        memory_for(transport, memory),
-    )
-    if shape.num_bytes > _MOST_BYTES or block_bytes % _WORD_BYTES:
+    kind = memory_for(transport, memory)
+    if block_bytes * blocks > _MOST_BYTES or block_bytes % _WORD_BYTES:
         raise ConfigError(
             f"{blocks} blocks of {block_bytes} bytes cannot be measured: a block needs a multiple of {_WORD_BYTES} "
             f"bytes, and a pull at most {_MOST_BYTES >> 20} MiB; ask for fewer blocks"
         )
+    shape = of_blocks(block_bytes, blocks, 1 if order == "random" else _SPARE)
     most = iters or (_SMALL_ITERS if shape.num_bytes <= _SMALL_BYTES else _LARGE_ITERS)
     with closing(Kvlink(transport, transport, shape, _SEED, kind, Order.parse(order, blocks))) as ours:
         bare = list(ours.bare())
         ways: list[Contender] = [ours, *bare]
         scores = held(ways, shape, np.random.default_rng(_SEED), lambda score: most - len(score.us))
-        us = _referred(ours, shape, transport)
+        us = _referred(ours, block_bytes, blocks, transport)
         for each in bare:
             each.close()
     for way, score in zip(ways, scores, strict=True):
@@ -96,12 +94,12 @@ def rows(
     }
 
 
-def _referred(ours: Kvlink, shape: Shape, transport: str) -> dict[str, list[float]]:
+def _referred(ours: Kvlink, block_bytes: int, blocks: int, transport: str) -> dict[str, list[float]]:
     """Lets perftest measure, over as many lanes as pulls of this size have; beside one block, also a bare read."""
-    lanes = ours.lanes if shape.num_bytes > _SMALL_BYTES else 1
-    references = references_of(transport, shape.block_bytes, shape.blocks, lanes)
+    lanes = ours.lanes if block_bytes * blocks > _SMALL_BYTES else 1
+    references = references_of(transport, block_bytes, blocks, lanes)
     found = {each.name: [each.run() for _ in range(_REFERENCES)] for each in references}
-    return found | ({"bare read": [ours.bare_read_us()]} if found and shape.blocks == 1 else {})
+    return found | ({"bare read": [ours.bare_read_us()]} if found and blocks == 1 else {})
 
 
 def _times(

@@ -318,7 +318,7 @@ class Bench:
     def _draw(self, tokens: int, within: int, request_id: str = "", prefill: int = 0) -> Request:
         """Draws a request into some of the first `within` blocks."""
         num = self._cache.blocks(tokens)
-        [owner_ids], [ids] = (self._order.draw(self._rng, of, 1, num) for of in (self._num_blocks, within))
+        [owner_ids], [ids] = (self._order.draw(self._rng, of, [num]) for of in (self._num_blocks, within))
         return Request(request_id, owner_ids, ids, tokens, prefill)
 
     def _request(self, tokens: int, within: int) -> Request:

@@ -50,6 +50,14 @@ class Score:
     seconds: float = 0.0
     why_not: str = ""
 
+    def add(self, more: Score) -> None:
+        """Adds the transfers of another contest of the same contender."""
+        self.us += more.us
+        self.cpu_ns += more.cpu_ns
+        self.wrong += more.wrong
+        self.turns += more.turns
+        self.why_not = self.why_not or more.why_not
+
 
 def rows(
     path: str, shape: Shape, seconds: float, environments: Path, log: IO[str]
@@ -100,7 +108,6 @@ def _candidates(
     path: str, shape: Shape, environments: Path, log: IO[str]
 ) -> Iterator[tuple[ContenderInfo, Callable[[], Contender] | str]]:
     """Yields the contenders, with a function that starts each, or why it cannot run."""
-    memory = (shape.block_bytes, shape.memory_blocks, _SEED)
     refused = host_transports()
     for transport in TRANSPORTS[path]:
         info = ContenderInfo(KVLINK, transport, path, "", "its defaults")
@@ -109,7 +116,7 @@ def _candidates(
         info = ContenderInfo(mode.peer, mode.name, path, "", mode.settings)
         python = python_of(mode.peer, environments)
         if python.exists():
-            yield info, partial(Pair, mode, python, *memory, log)
+            yield info, partial(Pair, mode, python, shape, _SEED, log)
         else:
             yield info, f"not installed: {python} is missing"
 
@@ -143,11 +150,8 @@ def held(
 
 def _tour(contender: Contender, score: Score, shape: Shape) -> None:
     """Connects, and touches every page of both memories by the path that is measured."""
-    everything = np.arange(shape.memory_blocks, dtype=np.uint32)
-    parts = np.split(everything, range(shape.blocks, shape.memory_blocks, shape.blocks))
-    whole = [part for part in parts if len(part) == shape.blocks]
-    for at in range(0, len(whole), 1 + shape.transfers):
-        _turn(contender, score, [Draw(ids, ids) for ids in whole[at : at + 1 + shape.transfers]])
+    for draws in shape.tour():
+        _turn(contender, score, draws)
 
 
 def _turn(contender: Contender, score: Score, draws: Sequence[Draw]) -> None:
@@ -160,19 +164,12 @@ def _turn(contender: Contender, score: Score, draws: Sequence[Draw]) -> None:
 
 
 def _draws(contender: Contender, rng: np.random.Generator, shape: Shape, transfers: int) -> list[Draw]:
-    """Draws the blocks of a turn. The first draw has one block, or one run, and only warms up."""
-    count = min(transfers, contender.order.lists_in(shape.memory_blocks, shape.blocks) - 1)
-    lists = [
-        contender.order.draw(rng, shape.memory_blocks, 1 + max(1, count), shape.blocks) for _ in range(2)
-    ]
-    first, *others = map(Draw, *lists)
-    if contender.info.path == REPEAT:
-        others = others[:1] * len(others)
-    return [Draw(first.there[: contender.order.run], first.here[: contender.order.run]), *others]
+    first, *others = shape.draws(contender.order, rng, transfers)
+    return [first, *(others[:1] * len(others) if contender.info.path == REPEAT else others)]
 
 
 def _row(info: ContenderInfo, shape: Shape, score: Score) -> dict[str, Any]:
-    row = {**info._asdict(), "block_bytes": shape.block_bytes, "blocks": shape.blocks}
+    row = {**info._asdict(), **shape.name}
     if score.why_not or not score.us:
         return row | {"why_not": score.why_not or "no transfer was timed"}
     gib = shape.num_bytes / 2**30

@@ -7,16 +7,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import count
+from itertools import chain, count
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from kvlink import PreparedPull, Ticket, Worker, __version__
-from kvlink.layout import dense
 
 from ..harness.baselines import Baseline, baselines_of, thread_counts
 from ..harness.block_draws import Order
 from ..harness.contents import Contents
-from ..harness.owner import OWN, flat, memory_for, pool_of
+from ..harness.owner import OWN, memory_for, pool_of, stacked
+from ..harness.pieces import End, Pieces, pieces_of
 from ..harness.processes import BenchError, owner_process
 from .contender import BARE, KVLINK, ContenderInfo, Draw, Moved, Shape
 
@@ -25,7 +28,8 @@ _BARE_READS = 500
 
 
 class Kvlink:
-    """kvlink, timed from `pull` until `wait` returns, so plan, read, validate and settle. Tickets are there before.
+    """kvlink, timed from the first `pull` of a transfer until the last `wait` returns, so plan, read, validate and
+    settle. Tickets are there before.
 
     cma is for memory that kvlink did not allocate, so it uses the peers' kind of memory; shm and tcp use kvlink's own.
     """
@@ -39,10 +43,9 @@ class Kvlink:
         memory: str = "",
         order: Order | None = None,
     ) -> None:
-        self.order = order or Order()
-        geometry, memory = flat(shape.block_bytes, shape.memory_blocks), memory or memory_for(transport)
-        layout = dense(geometry)
-        self._threads = thread_counts(shape.num_bytes if shape.blocks > 1 else 0)
+        self.order, memory = order or Order(), memory or memory_for(transport)
+        layouts = stacked(shape.geometries)
+        self._threads = thread_counts(shape.num_bytes if shape.pieces > 1 else 0)
         settings = (
             f"its defaults, memory that {'it' if memory == OWN else 'another library'} allocated ({memory})"
         )
@@ -50,16 +53,16 @@ class Kvlink:
         here = transport.removeprefix("fault+") == "loopback"
         with ExitStack() as stack:
             self._owner = stack.enter_context(
-                owner_process(geometry, seed, transport, here=here, memory=memory)
+                owner_process(shape.geometries, seed, transport, here=here, memory=memory)
             )
             self._worker = stack.enter_context(
-                Worker(pool_of(layout, memory), "bench-reader", transports=transport)
+                Worker(pool_of(layouts, memory), "bench-reader", transports=transport)
             )
             self._stack = stack.pop_all()
-        self._contents = Contents(layout, seed)
+        self._contents = [Contents(layout, seed + number) for number, layout in enumerate(layouts)]
         self._requests = map("peers-{}".format, count())
         self._draws: Sequence[Draw] = ()
-        self._tickets: list[Ticket] = []
+        self._pulls: list[list[tuple[Ticket, Any]]] = []
         self._prepared: PreparedPull | None = None
         self.ran_inline = True
         """Whether the last pull ran on the calling thread. Then the bare ways do so too."""
@@ -67,11 +70,9 @@ class Kvlink:
     def prepare(self, draws: Sequence[Draw]) -> None:
         """Offers the blocks and reads the tickets. Prepares the pull if all but the first are the same."""
         self.poison(draws)
-        requests = {next(self._requests): draw.there.tolist() for draw in draws}
-        answer = self._owner.call("offer", requests=requests, num_tokens=None, publish=False)
-        self._tickets = [Ticket.from_text(text) for text in answer["tickets"]]
+        self._pulls = [self._offered(draw) for draw in draws]
         repeats = len(draws) > 2 and all(draw is draws[1] for draw in draws[1:])
-        self._prepared = self._worker.prepare(self._tickets[1], draws[1].here) if repeats else None
+        self._prepared = self._worker.prepare(*self._pulls[1][0]) if repeats else None
 
     def move(self) -> Moved:
         """Pulls them."""
@@ -84,7 +85,7 @@ class Kvlink:
 
     def wrong(self) -> int:
         """Returns how many transfers did not bring every byte."""
-        return sum(not self._contents.equal(self._worker.pool, draw.here, draw.there) for draw in self._draws)
+        return sum(not self._landed(draw) for draw in self._draws)
 
     def close(self) -> None:
         """Ends the owner process. Idempotent."""
@@ -93,8 +94,9 @@ class Kvlink:
     def poison(self, draws: Sequence[Draw]) -> None:
         """Overwrites the destination, here or by a bare copy."""
         self._draws = draws
-        for draw in draws:
-            self._contents.poison(self._worker.pool, draw.here)
+        for request in chain.from_iterable(draw.here for draw in draws):
+            for contents, ids in zip(self._contents, request, strict=True):
+                contents.poison(self._worker.pool, ids)
 
     def cpu_ns(self) -> int:
         """Returns the CPU time of both processes so far."""
@@ -102,22 +104,51 @@ class Kvlink:
 
     def bare(self) -> Iterator[Bare]:
         """Yields the bare ways on this memory."""
-        for baseline in baselines_of(self.info.mode, self._owner, self._worker.pool, self._threads):
+        for baseline in baselines_of(self.info.mode, self._owner, self._threads):
             yield Bare(self, baseline)
 
+    def pieces(self, draw: Draw, base: int) -> Pieces:
+        """Returns what a bare way copies for a transfer, from the owner's memory at `base`."""
+        to = self._worker.pool.regions[0].address
+        layouts = self._worker.pool.groups
+        return np.concatenate(
+            [
+                pieces_of(
+                    End(layout, layout.layers, theirs, base), End(layout, layout.layers, ours, to), (0, 1), entries
+                )
+                for there, here in zip(draw.there, draw.here, strict=True)
+                for layout, theirs, ours, entries in zip(layouts, there, here, draw.entries, strict=True)
+            ]
+        )  # fmt: skip
+
+    def _offered(self, draw: Draw) -> list[tuple[Ticket, Any]]:
+        """Offers the requests of a transfer. Returns what to pull, and into which blocks."""
+        requests = {next(self._requests): _given([ids.tolist() for ids in each]) for each in draw.there}
+        answer = self._owner.call("offer", requests=requests, num_tokens=_given(draw.entries), publish=False)
+        tickets = map(Ticket.from_text, answer["tickets"])
+        return [(ticket, _given(into)) for ticket, into in zip(tickets, draw.here, strict=True)]
+
+    def _landed(self, draw: Draw) -> bool:
+        return all(
+            contents.equal(self._worker.pool, ours, theirs, entries)
+            for there, here in zip(draw.there, draw.here, strict=True)
+            for contents, theirs, ours, entries in zip(self._contents, there, here, draw.entries, strict=True)
+        )
+
     def _pull(self, number: int) -> float:
-        prepared = self._prepared if number else None
+        requests, prepared = self._pulls[number], self._prepared if number else None
         start = time.perf_counter_ns()
         if prepared is None:
-            pull = self._worker.pull(self._tickets[number], into=self._draws[number].here)
+            pulls = [self._worker.pull(ticket, into=into) for ticket, into in requests]
         else:
-            pull = prepared.pull(self._tickets[number])
-        pull.wait()
+            pulls = [prepared.pull(requests[0][0])]
+        for pull in pulls:
+            pull.wait()
         took_us = (time.perf_counter_ns() - start) / 1000
-        stats = pull.stats
-        if not stats.settled:
-            raise BenchError(f"{pull!r} returned before it was settled")
-        self.ran_inline = stats.ran_inline
+        for pull in pulls:
+            if not pull.stats.settled:
+                raise BenchError(f"{pull!r} returned before it was settled")
+        self.ran_inline = pull.stats.ran_inline
         self._last = pull
         return took_us
 
@@ -135,26 +166,26 @@ class Kvlink:
 
 
 class Bare:
-    """A bare way. Only its calls are timed; CPU time also includes making their lists. Close it before its Kvlink."""
+    """A bare way. Only its calls are timed; lists are made before. Close it before its Kvlink."""
 
     def __init__(self, memory: Kvlink, baseline: Baseline) -> None:
         self._memory, self._baseline = memory, baseline
         self.order = memory.order
         self._thread = ThreadPoolExecutor(1)
         self.info = ContenderInfo(BARE, baseline.name, memory.info.path, "", "calls alone, lists made before")
-        self._draws: Sequence[Draw] = ()
+        self._lists: list[Pieces] = []
 
     def prepare(self, draws: Sequence[Draw]) -> None:
-        """Poisons the destination."""
-        self._draws = draws
+        """Poisons the destination, and makes the lists."""
         self._memory.poison(draws)
+        self._lists = [self._memory.pieces(draw, self._baseline.memory.base) for draw in draws]
 
     def move(self) -> Moved:
         """Runs the calls, on a thread of its own where kvlink has one."""
-        first, *others = self._draws
+        first, *others = self._lists
         self._run(first)
         cpu = self._memory.cpu_ns()
-        us = [self._run(draw) for draw in others]
+        us = [self._run(pieces) for pieces in others]
         return Moved(us, self._memory.cpu_ns() - cpu)
 
     def wrong(self) -> int:
@@ -165,7 +196,12 @@ class Bare:
         """Does nothing: its Kvlink owns the memory."""
         self._thread.shutdown()
 
-    def _run(self, draw: Draw) -> float:
+    def _run(self, pieces: Pieces) -> float:
         if self._memory.ran_inline:
-            return self._baseline.run(draw.there, draw.here)
-        return self._thread.submit(self._baseline.run, draw.there, draw.here).result()
+            return self._baseline.copy(pieces) / 1000
+        return self._thread.submit(self._baseline.copy, pieces).result() / 1000
+
+
+def _given(of_groups: Sequence[Any]) -> Any:
+    """Returns an argument of `offer` or `pull`: one of each cache group, or of the only one."""
+    return of_groups if len(of_groups) > 1 else of_groups[0]

@@ -16,9 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+import numpy as np
+
 from ..harness.block_draws import Order
+from ..harness.contents import Ids
 from ..harness.processes import BenchError
-from .contender import ContenderInfo, Draw, Moved
+from .contender import ContenderInfo, Draw, Moved, Shape, planes_of
 from .modes import Mode
 
 _ANSWER_S = 120.0
@@ -33,9 +36,12 @@ class Pair:
 
     order = Order()
 
-    def __init__(
-        self, mode: Mode, python: Path, block_bytes: int, num_blocks: int, seed: int, log: IO[str]
-    ) -> None:
+    def __init__(self, mode: Mode, python: Path, shape: Shape, seed: int, log: IO[str]) -> None:
+        self._geometries = shape.geometries
+        groups = [
+            (planes_of(each) * each.num_blocks, each.block_tokens * each.row_bytes)
+            for each in self._geometries
+        ]
         self._ends = _started(mode, python, log)
         self._draws: Sequence[Draw] = ()
         self._starts, self._answers = self._ends if mode.pushes else self._ends[::-1]
@@ -44,8 +50,8 @@ class Pair:
         try:
             cards = [
                 end.ask(
-                    "open", block_bytes=block_bytes, num_blocks=num_blocks, seed=seed,
-                    options={"name": f"bench-{end.pid}", **mode.options},
+                    "open", groups=groups, seed=seed,
+                    options={"name": f"bench-{end.pid}", "requests": shape.requests, **mode.options},
                 )
                 for end in self._ends
             ]  # fmt: skip
@@ -83,8 +89,19 @@ class Pair:
         for end in self._ends:
             end.close()
 
-    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        return [draw.there.tolist() for draw in self._draws], [draw.here.tolist() for draw in self._draws]
+    def _lists(self) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Returns the blocks of each request of each draw, there and here."""
+        there = [[self._numbers(request) for request in draw.there] for draw in self._draws]
+        return there, [[self._numbers(request) for request in draw.here] for draw in self._draws]
+
+    def _numbers(self, request: Sequence[Ids]) -> list[int]:
+        """Returns the numbers of a request's blocks. Those of all planes of all groups are counted in turn."""
+        found, first = [], 0
+        for geometry, ids in zip(self._geometries, request, strict=True):
+            planes = first + np.arange(planes_of(geometry))[:, np.newaxis] * geometry.num_blocks
+            found += (planes + ids).ravel().tolist()
+            first += planes_of(geometry) * geometry.num_blocks
+        return found
 
     def _signal(self, number: signal.Signals) -> None:
         for end in self._ends:

@@ -5,42 +5,57 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
 from kvlink.errors import ConfigError
 
+from ..harness.owner import stacked
+from ..workloads.suites import Suite
 from . import contest
-from .contender import Shape
+from .contender import Shape, of_blocks, of_burst
 from .modes import NOT_RUN, PATHS
 
 _BLOCK_BYTES, _BLOCKS = (4 << 10, 16 << 10, 64 << 10), (256, 4096)
-SHAPES = (*(Shape(size, blocks) for size in _BLOCK_BYTES for blocks in _BLOCKS), Shape(16 << 10, 1))
-"""The shapes that the promises refer to."""
+SHAPES = (*product(_BLOCK_BYTES, _BLOCKS), (16 << 10, 1))
+"""The (block_bytes, blocks) that the promises refer to."""
 
 _MOST_BYTES = 512 << 20  # of one transfer; every contender has twice that at each end
 _WORD_BYTES = 8
 
 
 def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
-    """Returns every size with every number, or SHAPES by default. Raises ConfigError."""
-    if not block_bytes and not blocks:
-        return list(SHAPES)
-    found = [Shape(size, number) for size in block_bytes or _BLOCK_BYTES for number in blocks or _BLOCKS]
-    for shape in found:
-        if shape.block_bytes % _WORD_BYTES or shape.num_bytes > _MOST_BYTES:
+    """Returns every size with every number, or those of SHAPES by default. Raises ConfigError."""
+    wanted = product(block_bytes or _BLOCK_BYTES, blocks or _BLOCKS) if block_bytes or blocks else SHAPES
+    found = []
+    for size, number in wanted:
+        if size % _WORD_BYTES or size * number > _MOST_BYTES:
             raise ConfigError(
-                f"{shape.blocks} blocks of {shape.block_bytes} bytes cannot be measured: a block needs a multiple of "
-                f"{_WORD_BYTES} bytes, and a transfer at most {_MOST_BYTES >> 20} MiB"
+                f"{number} blocks of {size} bytes cannot be measured: a block needs a multiple of {_WORD_BYTES} bytes, "
+                f"and a transfer at most {_MOST_BYTES >> 20} MiB"
             )
+        found.append(of_blocks(size, number))
     return found
 
 
-def checked(path: str, block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> list[Shape]:
-    """As `shapes`. Raises ConfigError also for an unknown path."""
+def bursts(suite: Suite, pool_bytes: int) -> list[Shape]:
+    """Returns the bursts of a suite for which pools of `pool_bytes` are large enough. Raises ConfigError for none."""
+    found = [
+        of_burst(suite.name, point, batch)
+        for point in suite.points
+        for batch in point.batches
+        if stacked(point.geometries(batch))[-1].region_bytes[0] <= pool_bytes
+    ]
+    if not found:
+        raise ConfigError("a pool for the smallest burst is larger than --pool-gib")
+    return found
+
+
+def check_paths(path: str) -> None:
+    """Raises ConfigError for an unknown path."""
     if unknown := sorted(set(path.split(",")) - set(PATHS)):
         raise ConfigError(f"no path is called {unknown[0]!r}; choose from {', '.join(PATHS)}")
-    return shapes(block_bytes, blocks)
 
 
 def open_log(log: Path | None, environments: Path) -> IO[str]:

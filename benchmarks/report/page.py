@@ -27,9 +27,11 @@ _NAMES = {
     "infinistore": "InfiniStore",
     "openmpi": "Open MPI",
 }
+_OVER_KVLINK = " over kvlink"
 _WHERE = {HOST: "on one host", TCP: "over TCP"}
 _TIMES = 2.0  # from which on a ratio reads better than percents
 _NOISE = 0.02
+_CONTESTS = {"peers": "Contests", "burst": "Bursts"}
 _TITLES = {
     "migrate": "Handoffs", "cold": "First handoffs after a start", "saturation": "Saturation",
     "beside": "Handoffs beside decoding", "burst": "Bursts of public suites", "gpu": "GPU memory",
@@ -149,7 +151,7 @@ def _compared(before: Results, after: Results) -> str:
 
 
 def _sections(found: Results) -> Iterator[tuple[str, str]]:
-    peers = [row for row in found.rows.get("peers", ()) if "why_not" not in row]
+    peers = [row for kind in _CONTESTS for row in found.rows.get(kind, ()) if "why_not" not in row]
     lead = "".join(_titled(headline(each)) + chart(each) for each in contests(peers))
     yield "kvlink beside other libraries", lead
     yield (
@@ -178,22 +180,23 @@ def _titled(said: str) -> str:
 
 
 def _details(found: Results) -> Iterator[str]:
-    for kind, title in (("peers", "Contests"), ("pull", "Pulls"), ("migrate", "Handoffs")):
+    for kind, title in {**_CONTESTS, "pull": "Pulls", "migrate": "Handoffs"}.items():
         rows = [row for row in found.rows.get(kind, ()) if "why_not" not in row]
         yield folded(
             title, table(f"{title}: times, speed, and CPU time of both processes", map(_shown, rows))
         )
+    contending = [row for kind in _CONTESTS for row in found.rows.get(kind, ())]
     settings = {
         (row.get("path"), row.get("peer"), row.get("mode")): {
             name: row.get(name) for name in ("path", "peer", "mode", "version", "settings")
         }
-        for row in found.rows.get("peers", ())
+        for row in contending
         if "why_not" not in row
     }
     yield folded("Versions and settings", table("Versions and settings of each way", settings.values()))
     absent = [
         {name: row.get(name) for name in ("peer", "mode", "path", "why_not")}
-        for row in found.rows.get("peers", ())
+        for row in contending
         if "why_not" in row
     ]
     yield folded("Not measured", table("Ways that were not measured", absent))
@@ -223,18 +226,12 @@ def contests(rows: Sequence[Row]) -> list[Contest]:
     shapes: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda each: number(each, "p50_us")):
         if row.get("path") in _WHERE:
-            order = (
-                list(_WHERE).index(row["path"]),
-                row["blocks"] == 1,
-                _count(row, "blocks"),
-                _count(row, "block_bytes"),
-            )
-            shapes.setdefault(order, []).append(row)
+            shapes.setdefault((list(_WHERE).index(row["path"]), *_shape(row)), []).append(row)
     found = []
     for shape in sorted(shapes):
         sides: dict[str, list[Row]] = {}
         for row in shapes[shape]:
-            sides.setdefault(str(row.get("peer")), []).append(row)
+            sides.setdefault(_library(row), []).append(row)
         ours, bare = sides.pop(KVLINK, []), sides.pop(BARE, [])
         kinds = dict.fromkeys(map(is_cma, ours))
         limits = [next((row for row in bare if is_cma(row) == cma), None) for cma in kinds]
@@ -245,6 +242,29 @@ def contests(rows: Sequence[Row]) -> list[Contest]:
     return found
 
 
+def _shape(row: Row) -> tuple[Any, ...]:
+    """Returns what alike transfers share, in the order of the page."""
+    if row.get("kind") == "burst":
+        return (
+            1,
+            str(row.get("workload")),
+            *(_count(row, name) for name in ("tokens", "page_tokens", "requests")),
+        )
+    return 0, row["blocks"] == 1, _count(row, "blocks"), _count(row, "block_bytes")
+
+
+def _what(row: Row) -> str:
+    """Returns the name of what is moved."""
+    if row.get("kind") == "burst":
+        requests, tokens = _count(row, "requests"), _count(row, "tokens")
+        many = f"{requests:,} requests" if requests != 1 else "One request"
+        return (
+            f"{many} of {tokens:,} tokens of {row.get('workload')}, pages of {_count(row, 'page_tokens'):,},"
+        )
+    many = f"{_count(row, 'blocks'):,} blocks of" if row["blocks"] != 1 else "One block of"
+    return f"{many} {size_text(_count(row, 'block_bytes'))}"
+
+
 def _count(row: Row, name: str) -> int:
     return round(number(row, name, 1e15))
 
@@ -252,15 +272,15 @@ def _count(row: Row, name: str) -> int:
 def headline(contest: Contest) -> str:
     """Returns the result in one sentence, with the tail."""
     ours, longest = contest.ours[0], _longest(contest)
-    what = f"{_count(ours, 'blocks'):,} blocks of" if ours["blocks"] != 1 else "One block of"
     us = number(ours, "p50_us")
-    said = f"{what} {size_text(_count(ours, 'block_bytes'))} {_WHERE[ours['path']]}"
+    said = f"{_what(ours)} {_WHERE[ours['path']]}"
     said += f": kvlink takes {time_text(us, longest)}"
     said += f" over {ours['mode']}" if ours["path"] == HOST else ""
     tail = perhaps(ours, "p99_us")
     said += f" (p99 {time_text(tail, longest)})" if tail is not None else ""
-    if contest.others:
-        return f"{said}, {_against(ours, contest.others[0])}"
+    other = next((row for row in contest.others if not _library(row).endswith(_OVER_KVLINK)), None)
+    if other:
+        return f"{said}, {_against(ours, other)}"
     limit = contest.limit_of(ours)
     return f"{said}, {_share_text(number(limit, 'p50_us') / us)}" if limit else said
 
@@ -291,7 +311,8 @@ def _against(ours: Row, other: Row) -> str:
 
 
 def _library(row: Row) -> str:
-    return _NAMES.get(str(row.get("peer")), str(row.get("peer")))
+    name = _NAMES.get(str(row.get("peer")), str(row.get("peer")))
+    return f"{name}{_OVER_KVLINK}" if row.get("peer") != KVLINK and KVLINK in str(row.get("mode")) else name
 
 
 def _longest(contest: Contest) -> float:

@@ -241,7 +241,7 @@ class _Bench:
 
     def _task(self, blocks: int) -> _Task:
         num = self._readers[0].pool.layout.num_blocks
-        [owner_ids], [into] = (Order().draw(self._rng, num, 1, blocks) for _ in range(2))
+        [owner_ids], [into] = (Order().draw(self._rng, num, [blocks]) for _ in range(2))
         requests = {next(self._names): owner_ids.tolist()}
         (text,) = self.owner.call("offer", requests=requests, num_tokens=None, publish=False)["tickets"]
         return _Task(Ticket.from_text(text), into, owner_ids)

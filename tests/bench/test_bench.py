@@ -165,7 +165,7 @@ def test_rows_without_a_wish_are_enough_to_fit_a_cost_model_with_its_error() -> 
 @pytest.mark.parametrize("run", [1, 3, 8])
 def test_a_draw_has_whole_runs_and_no_block_twice(run: int) -> None:
     rng = np.random.default_rng(run)
-    draws = Order(run).draw(rng, 96, 4, 10)
+    draws = Order(run).draw(rng, 96, [10] * 4)
     drawn = np.concatenate(draws)
     assert len(np.unique(drawn)) == 40
     assert drawn.max() < 96

@@ -23,15 +23,28 @@ from kvlink.benchmarks.harness.results import brief
 from kvlink.benchmarks.harness.statistics import quantile_interval, quantiles_us
 from kvlink.benchmarks.peers import contender, contest, run, setup
 from kvlink.benchmarks.peers.adapters.blocks import Blocks
-from kvlink.benchmarks.peers.contender import BARE, KVLINK, ContenderInfo, Draw, Moved, Shape, limit_of
+from kvlink.benchmarks.peers.contender import (
+    BARE,
+    KVLINK,
+    ContenderInfo,
+    Draw,
+    Moved,
+    Shape,
+    limit_of,
+    of_blocks,
+    of_burst,
+)
 from kvlink.benchmarks.peers.modes import HOST, MODES, PATHS, Mode
 from kvlink.benchmarks.peers.pair import Pair
+from kvlink.benchmarks.workloads.suites import Group, Point, Suite
 from kvlink.errors import ConfigError
 
 pytestmark = pytest.mark.verify
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / "build" / "peers"
-SMALL = Shape(4096, 8)
+SMALL = of_blocks(4096, 8)
+SWEEP = Point("kv-two", 100, 16, (Group(3, 64, 16, 100), Group(2, 24, 16, 30)), (2,))
+"""Two kinds of caches, with a last page that is partly used."""
 MEASURED = {
     *quantiles_us([1.0]), "quantiles_us", "gib_per_s", "cpu_s_per_gib", "transfers", "compared", "turns", "verified",
     "other_load",
@@ -45,7 +58,9 @@ def _small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("shape", [SMALL, Shape(16_384, 1)])
+@pytest.mark.parametrize(
+    "shape", [SMALL, of_blocks(16_384, 1), of_burst("suite", SWEEP, 2)], ids=["blocks", "block", "burst"]
+)
 def test_who_is_here_is_measured_and_who_is_not_is_named(path: str, shape: Shape, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         rows = list(contest.rows(path, shape, 0, tmp_path, log))
@@ -62,16 +77,16 @@ def test_who_is_here_is_measured_and_who_is_not_is_named(path: str, shape: Shape
     assert "run\n    make peers" in setup.advice(rows, tmp_path)
 
 
+@pytest.mark.parametrize("shape", [of_blocks(4096, 8), of_burst("suite", SWEEP, 2)], ids=["blocks", "burst"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.peer}-{mode.name}")
-def test_a_peer_moves_every_byte(mode: Mode, tmp_path: Path) -> None:
+def test_a_peer_moves_every_byte(mode: Mode, shape: Shape, tmp_path: Path) -> None:
     python = ENVIRONMENTS / mode.peer / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment for {mode.peer}: make peers")
     with (tmp_path / "log").open("w") as log:
-        pair = Pair(mode, python, 4096, 64, 7, log)
+        pair = Pair(mode, python, shape, 7, log)
         try:
-            ids = Order().draw(np.random.default_rng(1), 64, 4, 8)
-            draws = [Draw(there, here) for there, here in zip(ids[:2], ids[2:], strict=True)]
+            draws = shape.draws(Order(), np.random.default_rng(1), 1)
             pair.prepare(draws)
             moved = pair.move()
             assert len(moved.us) == 1
@@ -124,7 +139,7 @@ def test_a_peer_process_that_dies_is_reported(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     with (tmp_path / "log").open("w") as log, pytest.raises(BenchError, match="nixl default ended"):
-        Pair(MODES[0], python, 4096, 64, 7, log)
+        Pair(MODES[0], python, SMALL, 7, log)
 
 
 def test_a_launcher_that_dies_is_reported(tmp_path: Path) -> None:
@@ -133,7 +148,7 @@ def test_a_launcher_that_dies_is_reported(tmp_path: Path) -> None:
     launcher.chmod(0o755)
     mode = next(mode for mode in MODES if mode.launched)
     with (tmp_path / "log").open("w") as log, pytest.raises(BenchError, match="openmpi get did not start"):
-        Pair(mode, tmp_path / "python", 4096, 64, 7, log)
+        Pair(mode, tmp_path / "python", SMALL, 7, log)
 
 
 def test_the_adapters_protocol_answers_errors(tmp_path: Path) -> None:
@@ -146,11 +161,13 @@ def test_the_adapters_protocol_answers_errors(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_blocks_know_what_they_should_hold() -> None:
-    here, there = Blocks(64, 8, seed=3), Blocks(64, 8, seed=3)
+@pytest.mark.parametrize("groups", [[(8, 64)], [(5, 64), (3, 24)]])
+def test_blocks_know_what_they_should_hold(groups: list[tuple[int, int]]) -> None:
+    here, there = Blocks(groups, seed=3), Blocks(groups, seed=3)
     ids = np.array([1, 5], np.int32)
     assert here.equal(ids, ids)
-    assert not here.equal(ids, ids[::-1].copy())
+    assert not here.equal(ids, np.array([2, 5], np.int32))
+    assert not here.equal(ids, np.array([1, 6], np.int32))
     here.poison(ids[:1])
     assert not here.equal(ids, ids)
     assert here.equal(ids[1:], ids[1:])
@@ -158,7 +175,7 @@ def test_blocks_know_what_they_should_hold() -> None:
 
 
 def test_blocks_keep_their_bytes_in_other_memory() -> None:
-    blocks, ids = Blocks(64, 8, seed=3), np.arange(8, dtype=np.int32)
+    blocks, ids = Blocks([(8, 64)], seed=3), np.arange(8, dtype=np.int32)
     memory = np.zeros(blocks.num_bytes, np.uint8)
     blocks.move_to(memory)
     assert blocks.address == memory.ctypes.data
@@ -194,25 +211,60 @@ def test_a_tour_takes_every_block_once_and_is_not_counted() -> None:
 
     class Tourist(Liar):
         def move(self) -> Moved:
-            seen.extend(draw.here.tolist() for draw in self._draws)
+            seen.extend(draw.here[0][0].tolist() for draw in self._draws)
             return super().move()
 
     contest._tour(Tourist(fails=False), made, SMALL)
-    assert sorted(chain.from_iterable(seen)) == list(range(SMALL.memory_blocks))
+    assert sorted(chain.from_iterable(seen)) == list(range(SMALL.geometries[0].num_blocks))
     assert made.turns == -(-len(seen) // (1 + SMALL.transfers))
     assert made.wrong == len(seen)
 
 
+def test_a_tour_of_a_burst_takes_every_page_of_every_group() -> None:
+    shape = of_burst("suite", SWEEP, 2)
+    for group, geometry in enumerate(shape.geometries):
+        taken = {
+            page
+            for turn in shape.tour()
+            for draw in turn
+            for request in draw.here
+            for page in request[group].tolist()
+        }
+        assert taken == set(range(geometry.num_blocks))
+
+
+@pytest.mark.parametrize("order", [Order(), Order(2)])
+def test_no_page_is_twice_in_a_burst_or_in_what_warms_it_up(order: Order) -> None:
+    shape = of_burst("suite", SWEEP, 3)
+    first, *others = shape.draws(order, np.random.default_rng(2), 5)
+    assert [len(draw.there) for draw in others] == [3] * len(others)
+    for end in ("there", "here"):
+        for group, pages in enumerate(shape.blocks):
+            drawn = [request[group] for draw in (first, *others) for request in getattr(draw, end)]
+            assert [len(ids) for ids in drawn] == [order.run, *[pages] * (len(drawn) - 1)]
+            assert len(np.unique(np.concatenate(drawn))) == sum(map(len, drawn))
+
+
+def test_the_bytes_of_a_burst_are_those_of_its_rows() -> None:
+    shape = of_burst("suite", SWEEP, 2)
+    assert shape.num_bytes == 2 * (3 * 100 * 64 + 2 * 30 * 24)
+    assert shape.pieces == 2 * (3 * 7 + 2 * 2)
+
+
 def test_shapes_and_paths_are_checked() -> None:
-    assert run.shapes(None, None) == list(run.SHAPES)
-    assert run.shapes([4096], [1, 2]) == [Shape(4096, 1), Shape(4096, 2)]
+    assert run.shapes(None, None) == [of_blocks(*each) for each in run.SHAPES]
+    assert run.shapes([4096], [1, 2]) == [of_blocks(4096, 1), of_blocks(4096, 2)]
+    suite = Suite("suite", (SWEEP._replace(batches=(1, 64)),), 1, 1, 1)
+    assert run.bursts(suite, 1 << 20) == [of_burst("suite", SWEEP, 1)]
+    with pytest.raises(ConfigError, match="--pool-gib"):
+        run.bursts(suite, 1 << 10)
     for size, blocks in ((12, 1), (1 << 20, 1024)):
         with pytest.raises(ConfigError, match="at most 512 MiB"):
             run.shapes([size], [blocks])
     unmeasured = list(chain.from_iterable(run.contests("host", [], 0, Path(), sys.stderr)))
     assert all(row["why_not"] for row in unmeasured)
     with pytest.raises(ConfigError, match="choose from host, tcp"):
-        run.checked("wire", None, None)
+        run.check_paths("wire")
 
 
 def test_rows_say_how_sure_their_tails_are() -> None:

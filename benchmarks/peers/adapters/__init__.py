@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one end of a peer's transfers, as a process in the peer's environment. Needs numpy and the peer, not kvlink.
 
-Each module except `blocks` has `make(blocks, options)`, which returns an `Adapter`.
+Each module except `blocks` has `make(blocks, options)`, which returns an `Adapter`. The option `requests` says how many
+transfers are started at once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from .blocks import Ids
 
 
 class Transfer(NamedTuple):
-    """A prepared transfer. `run` is timed and returns once the bytes are there; `release` is not timed."""
+    """A prepared transfer of one request. The calls of `start` and `finish` are timed: those of all requests are
+    started, then all are finished, in order. The bytes are there once `finish` returns. `release` is not timed.
+    """
 
-    run: Callable[[], None]
+    start: Callable[[], None]
+    finish: Callable[[], None]
     release: Callable[[], None]
 
 

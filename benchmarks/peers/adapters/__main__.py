@@ -16,7 +16,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from . import Adapter, Transfer
 from .blocks import Blocks, Ids
 
 Answer = dict[str, Any]
+Bursts = Sequence[Sequence[Sequence[int]]]
+"""The blocks of each request of several bursts."""
 
 
 class End:
@@ -32,12 +35,11 @@ class End:
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._lists: list[tuple[Ids, Ids]] = []
-        self._transfers: list[Transfer] = []
+        self._bursts: list[list[Transfer]] = []
 
-    def open(self, block_bytes: int, num_blocks: int, seed: int, options: dict[str, Any]) -> Answer:
+    def open(self, groups: Sequence[Sequence[int]], seed: int, options: dict[str, Any]) -> Answer:
         """Fills and registers the memory."""
-        self._blocks = Blocks(block_bytes, num_blocks, seed)
+        self._blocks = Blocks(groups, seed)
         module = importlib.import_module(f".{self._peer}", __package__)
         self._adapter: Adapter = module.make(self._blocks, options)
         return {"card": self._adapter.card(), "version": self._adapter.version}
@@ -47,45 +49,56 @@ class End:
         self._adapter.connect(card)
         return {}
 
-    def poison(self, ids: Sequence[Sequence[int]]) -> Answer:
+    def poison(self, ids: Bursts) -> Answer:
         """Overwrites the reader's blocks that will be transferred."""
-        for each in ids:
+        for each in chain.from_iterable(ids):
             self._blocks.poison(np.array(each, np.int32))
         return {}
 
-    def prepare(self, there: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Answer:
-        """Prepares the next transfers where they begin, as far as possible before their start."""
-        self._transfers = [
-            self._adapter.prepare(np.array(theirs, np.int32), np.array(ours, np.int32))
+    def prepare(self, there: Bursts, here: Bursts) -> Answer:
+        """Prepares the next bursts where they begin, as far as possible before their start."""
+        self._bursts = [
+            [self._adapter.prepare(*pair) for pair in _pairs(theirs, ours)]
             for theirs, ours in zip(there, here, strict=True)
         ]
         return {}
 
     def move(self, other_pid: int) -> Answer:
-        """Runs the prepared transfers. Times are in µs; CPU time is in ns of both ends, without the first transfer."""
+        """Runs the prepared bursts. Times are in µs; CPU time is in ns of both ends, without the first burst."""
         took_us: list[float] = []
-        first, *others = self._transfers
-        first.run()
+        first, *others = self._bursts
+        _run(first)
         other = (~other_pid << 3) | 2  # the clock of all its threads
         cpu = time.process_time_ns() + time.clock_gettime_ns(other)
-        for transfer in others:
+        for burst in others:
             start = time.perf_counter_ns()
-            transfer.run()
+            _run(burst)
             took_us.append((time.perf_counter_ns() - start) / 1000)
         cpu = time.process_time_ns() + time.clock_gettime_ns(other) - cpu
-        for transfer in self._transfers:
+        for transfer in chain.from_iterable(self._bursts):
             transfer.release()
-        self._transfers = []
+        self._bursts = []
         return {"us": took_us, "cpu_ns": cpu}
 
-    def check(self, there: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Answer:
-        """Returns how many of the reader's transfers did not bring every byte."""
-        return {
-            "wrong": sum(
-                not self._blocks.equal(np.array(ours, np.int32), np.array(theirs, np.int32))
-                for theirs, ours in zip(there, here, strict=True)
-            )
-        }
+    def check(self, there: Bursts, here: Bursts) -> Answer:
+        """Returns how many of the reader's bursts did not bring every byte."""
+        wrong = (
+            not all(self._blocks.equal(mine, other) for other, mine in _pairs(theirs, ours))
+            for theirs, ours in zip(there, here, strict=True)
+        )
+        return {"wrong": sum(wrong)}
+
+
+def _pairs(there: Sequence[Sequence[int]], here: Sequence[Sequence[int]]) -> Iterator[tuple[Ids, Ids]]:
+    for theirs, ours in zip(there, here, strict=True):
+        yield np.array(theirs, np.int32), np.array(ours, np.int32)
+
+
+def _run(burst: Sequence[Transfer]) -> None:
+    for transfer in burst:
+        transfer.start()
+    for transfer in burst:
+        transfer.finish()
 
 
 def serve(peer: str, path: str = "") -> None:

@@ -30,7 +30,7 @@ class Gloo:
 
     def __init__(self, blocks: Blocks, options: dict[str, Any]) -> None:
         self.version = torch.__version__
-        self._rows = torch.from_numpy(blocks.as_bytes()).view(torch.int64).view(blocks.num_blocks, -1)
+        self._blocks = blocks
         self._store = _distributed.TCPStore(_HOST, 0, 2, True, _WAIT, wait_for_workers=False)
         self._asked = threading.Thread(target=self._serve, name="bench-owner", daemon=True)
         self._asked.start()
@@ -45,18 +45,30 @@ class Gloo:
         self._group = _distributed.ProcessGroupGloo(store, _READER, 2, _WAIT)
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """Makes the tensors of the lists, and the one that gets the message."""
-        count, theirs, ours = torch.tensor([len(there)]), torch.tensor(there), torch.tensor(here).long()
-        packed = torch.empty((len(there), self._rows.shape[1]), dtype=torch.int64)
+        """Makes the tensors of the lists, and the one that gets the message, which has a part for each group."""
+        count, theirs = torch.tensor([len(there)]), torch.tensor(there)
+        groups = [
+            (torch.from_numpy(words).view(torch.int64), torch.tensor(rows).long())
+            for words, rows in self._blocks.by_group(here)
+        ]
+        packed = torch.empty(sum(words.shape[1] * len(rows) for words, rows in groups), dtype=torch.int64)
+        asked: list[Any] = []
 
-        def run() -> None:
-            asked = [self._group.send([count], _OWNER, _COUNT), self._group.send([theirs], _OWNER, _IDS)]
+        def start() -> None:
+            asked.append(self._group.send([count], _OWNER, _COUNT))
+            asked.append(self._group.send([theirs], _OWNER, _IDS))
+
+        def finish() -> None:
             self._group.recv([packed], _OWNER, _BLOCKS).wait()
-            self._rows.index_copy_(0, ours, packed)
-            for each in asked:
-                each.wait()
+            at = 0
+            for words, rows in groups:
+                part = packed[at : at + len(rows) * words.shape[1]]
+                words.index_copy_(0, rows, part.view(len(rows), words.shape[1]))
+                at += len(part)
+            while asked:
+                asked.pop().wait()
 
-        return Transfer(run, lambda: None)
+        return Transfer(start, finish, lambda: None)
 
     def _serve(self) -> None:
         group, count = (
@@ -67,7 +79,11 @@ class Gloo:
             group.recv([count], _READER, _COUNT).wait()
             ids = torch.empty(int(count), dtype=torch.int32)
             group.recv([ids], _READER, _IDS).wait()
-            group.send([self._rows.index_select(0, ids)], _READER, _BLOCKS).wait()
+            parts = [
+                torch.from_numpy(words).view(torch.int64).index_select(0, torch.tensor(rows)).view(-1)
+                for words, rows in self._blocks.by_group(ids.numpy())
+            ]
+            group.send([parts[0] if len(parts) == 1 else torch.cat(parts)], _READER, _BLOCKS).wait()
 
 
 make = Gloo

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
@@ -13,6 +14,7 @@ from . import Transfer
 from .blocks import Blocks, Ids
 
 _HOST = "127.0.0.1"
+_MOST_THREADS = 10  # the default of Mooncake's vLLM connector (num_workers)
 
 
 class Mooncake:
@@ -24,7 +26,8 @@ class Mooncake:
         self._engine = TransferEngine()
         _succeed("initialize", self._engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""))
         _succeed("register_memory", self._engine.register_memory(blocks.address, blocks.num_bytes))
-        engine = self._engine
+        engine, requests = self._engine, int(options.get("requests", 1))
+        self._threads = ThreadPoolExecutor(min(requests, _MOST_THREADS)) if requests > 1 else None
         self._call = (
             engine.batch_transfer_sync_write if options.get("push") else engine.batch_transfer_sync_read
         )
@@ -39,14 +42,26 @@ class Mooncake:
         self._other = json.loads(card)
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
-        """Prepares one batch_transfer_sync call, which is timed; its lists are made before."""
-        size, session = self._blocks.block_bytes, self._other["session"]
-        mine = [self._blocks.address + int(block) * size for block in here]
-        theirs = [self._other["address"] + int(block) * size for block in there]
-        sizes = [size] * len(mine)
-        return Transfer(
-            lambda: _succeed("the transfer", self._call(session, mine, theirs, sizes)), lambda: None
-        )
+        """Prepares one batch_transfer_sync call, which is timed; its lists are made before.
+
+        Of several at once, each has a thread, as in Mooncake's vLLM connector.
+        """
+        starts, sizes = self._blocks.starts(), self._blocks.sizes()[here].tolist()
+        mine = (self._blocks.address + starts[here]).tolist()
+        theirs = (self._other["address"] + starts[there]).tolist()
+        started: list[Future[int]] = []
+
+        def call() -> int:
+            return int(self._call(self._other["session"], mine, theirs, sizes))
+
+        def finish() -> None:
+            _succeed("the transfer", started.pop().result() if started else call())
+
+        def start() -> None:
+            if self._threads is not None:
+                started.append(self._threads.submit(call))
+
+        return Transfer(start, finish, lambda: None)
 
 
 def _succeed(what: str, answer: int) -> None:

@@ -52,28 +52,30 @@ class Nixl:
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
         """Prepares make_prepped_xfer, transfer, and polling until it is done, which are timed."""
-        agent, handles = self._agent, []
+        agent = self._agent
+        started: list[Any] = []
 
         def make() -> Any:
             return agent.make_prepped_xfer("READ", self._here, here, self._there, there)
 
         made = make() if self._repeats else None
 
-        def run() -> None:
+        def start() -> None:
             handle = make() if made is None else made
-            state = agent.transfer(handle)
+            started.extend((handle, agent.transfer(handle)))
+
+        def finish() -> None:
+            state = started.pop()
             while state == "PROC":
-                state = agent.check_xfer_state(handle)
+                state = agent.check_xfer_state(started[0])
             if state != "DONE":
                 raise RuntimeError(f"the transfer ended as {state}")
-            handles.append(handle)
 
-        return Transfer(run, lambda: handles.pop().release())
+        return Transfer(start, finish, lambda: started.pop().release())
 
     def _all(self, base: int) -> Any:
-        size = self._blocks.block_bytes
-        starts = base + np.arange(self._blocks.num_blocks, dtype=np.uint64) * np.uint64(size)
-        return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+        starts = np.uint64(base) + self._blocks.starts()
+        return np.stack([starts, self._blocks.sizes(), np.zeros_like(starts)], axis=1)
 
 
 def _kvlinks_folder() -> str:

@@ -10,7 +10,6 @@ import threading
 from typing import Any
 
 import mpi4py
-import numpy as np
 from mpi4py import MPI
 
 from . import Transfer
@@ -40,21 +39,21 @@ class OpenMPI:
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
         """Commits the types of both lists, which are not timed."""
-        size = self._blocks.block_bytes
+        starts, sizes = self._blocks.starts(), self._blocks.sizes()
         theirs, ours = (
-            MPI.BYTE.Create_hindexed_block(size, (ids.astype(np.int64) * size).tolist()).Commit()
+            MPI.BYTE.Create_hindexed(sizes[ids].tolist(), starts[ids].tolist()).Commit()
             for ids in (there, here)
         )
-
-        def run() -> None:
-            self._window.Get([self._memory, 1, ours], _OWNER, [0, 1, theirs])
-            self._window.Flush(_OWNER)
 
         def release() -> None:
             theirs.Free()
             ours.Free()
 
-        return Transfer(run, release)
+        return Transfer(
+            lambda: self._window.Get([self._memory, 1, ours], _OWNER, [0, 1, theirs]),
+            lambda: self._window.Flush(_OWNER),
+            release,
+        )
 
     def _serve(self) -> None:
         self._window = MPI.Win.Create(self._memory, 1, comm=MPI.COMM_WORLD)

@@ -106,11 +106,14 @@ ucs_status_t map_memory(End* end, void* address, size_t bytes) {
   return status;
 }
 
-/// How many blocks from `at` on adjoin at both ends.
-size_t run_of(const int32_t* there, const int32_t* here, size_t at, size_t blocks) {
-  size_t end = at + 1;
-  while (end < blocks && there[end] == there[end - 1] + 1 && here[end] == here[end - 1] + 1) ++end;
-  return end - at;
+/// How many bytes from block `at` on adjoin at both ends; `at` becomes the first block after them.
+size_t run_of(const uint64_t* there, const uint64_t* here, const uint64_t* sizes, size_t blocks, size_t& at) {
+  size_t bytes = sizes[at];
+  const size_t first = at++;
+  for (; at < blocks && there[at] == there[first] + bytes && here[at] == here[first] + bytes; ++at) {
+    bytes += sizes[at];
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -158,21 +161,22 @@ const char* ucx_connect(End* end, const void* worker, const void* key, uint64_t 
   return flush(end);
 }
 
-/// Returns when the bytes of all blocks are where they should be: here, or there for an end that pushes. One
-/// operation for blocks that adjoin at both ends.
-const char* ucx_move(End* end, const int32_t* there, const int32_t* here, size_t blocks, size_t block_bytes,
-                     bool push) {
+/// Starts to move all blocks here, or there for an end that pushes. `there` and `here` are where they begin
+/// in the memories. One operation for blocks that adjoin at both ends.
+const char* ucx_start(End* end, const uint64_t* there, const uint64_t* here, const uint64_t* sizes,
+                      size_t blocks, bool push) {
   ucp_request_param_t param = noted(end);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH | (blocks > 1 ? UCP_OP_ATTR_FLAG_MULTI_SEND : 0);
   param.memh = end->memory;
-  for (size_t at = 0, run; at < blocks && end->failed == UCS_OK; at += run) {
-    run = run_of(there, here, at, blocks);
-    std::byte* const mine = end->base + here[at] * block_bytes;
-    const uint64_t theirs = end->other_base + there[at] * block_bytes;
-    const auto move = push ? put : get;
-    begin(end, move(end, mine, run * block_bytes, theirs, param));
+  const auto move = push ? put : get;
+  for (size_t at = 0; at < blocks && end->failed == UCS_OK;) {
+    const size_t first = at, bytes = run_of(there, here, sizes, blocks, at);
+    begin(end, move(end, end->base + here[first], bytes, end->other_base + there[first], param));
   }
-  return push ? flush(end) : finish(end);
+  return why_not(end->failed);
 }
+
+/// Returns when the bytes of all that was started are where they should be.
+const char* ucx_finish(End* end, bool push) { return push ? flush(end) : finish(end); }
 
 }  // extern "C"

@@ -21,7 +21,8 @@ _ARGUMENTS = {
     "ucx_open": (c_void_p, c_size_t, c_bool, POINTER(c_void_p), POINTER(c_void_p)),
     "ucx_card": (c_void_p, POINTER(c_void_p), POINTER(c_size_t), POINTER(c_void_p), POINTER(c_size_t)),
     "ucx_connect": (c_void_p, c_char_p, c_char_p, c_uint64),
-    "ucx_move": (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_bool),
+    "ucx_start": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_bool),
+    "ucx_finish": (c_void_p, c_bool),
 }
 
 
@@ -62,13 +63,14 @@ class Ucx:
 
     def prepare(self, there: Ids, here: Ids) -> Transfer:
         """Prepares all reads, or all writes and their flush, which are timed until the last byte is there."""
-        size = self._blocks.block_bytes
+        starts, sizes = self._blocks.starts(), self._blocks.sizes()[here]
+        theirs, mine = starts[there], starts[here]
 
-        def run() -> None:
-            lists = (there.ctypes.data, here.ctypes.data, len(here))
-            self._call("ucx_move", self._end, *lists, size, self._push)
+        def start() -> None:
+            lists = (theirs.ctypes.data, mine.ctypes.data, sizes.ctypes.data, len(sizes))
+            self._call("ucx_start", self._end, *lists, self._push)
 
-        return Transfer(run, lambda: None)
+        return Transfer(start, lambda: self._call("ucx_finish", self._end, self._push), lambda: None)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if why_not := getattr(self._library, name)(*arguments):
