@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how costs grow with blocks, peers, leases out, readers and prefixes, all over shm in this process.
+"""Measures how costs grow with blocks, peers, leases out, readers and prefixes, all over shm.
+
+All workers are in this process, but for the owners of many peers.
 
 Each cost is the least of some repeats, since load of the machine only adds to it.
 """
@@ -7,11 +9,13 @@ Each cost is the least of some repeats, since load of the machine only adds to i
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +48,7 @@ _IDLE_S = 0.5
 _LEASE_S = 3600.0
 _VAIN = 1000
 _PREFIX_BLOCKS = 8
+_CROWD = 128  # owners of a process: each has some 20 descriptors
 
 
 class Growth(NamedTuple):
@@ -107,27 +112,68 @@ def of_blocks(blocks: int) -> Costs:
 def of_peers(peers: int) -> Costs:
     """Measures one pull of a block from any of so many connected peers, each after a pull from every other.
 
-    The CPU of connecting and the memory that it takes are those of both ends of all connections, by a first pull over
-    each.
+    Connecting is a first pull from each peer, one after the other. Its CPU time and its memory are the reader's; the
+    owners are in other processes.
     """
     with ExitStack() as stack:
-        layout = _layout(2)
-        owners = [_worker(stack, layout, f"owner-{number}") for number in range(peers)]
-        reader = _worker(stack, layout, "reader")
+        crowds = [
+            stack.enter_context(_crowd(range(first, min(first + _CROWD, peers))))
+            for first in range(0, peers, _CROWD)
+        ]
+        reader = _worker(stack, _layout(2), "reader")
+
+        def pulls() -> list[float]:
+            took = []
+            for number in range(peers):
+                ticket = Ticket.from_text(crowds[number // _CROWD](number % _CROWD))
+                start = time.perf_counter_ns()
+                reader.pull(ticket, into=[1]).wait()
+                took.append((time.perf_counter_ns() - start) / 1e3)
+            return took
+
         memory, spent = _resident_bytes(), time.process_time()
-        for owner in owners:
-            _pulls(owner, reader, [0], [1], 1)
+        connect_us = pulls()
         spent = time.process_time() - spent
         memory = max(mmap.PAGESIZE, _resident_bytes() - memory)
-        repeats = range(max(1, _REPEATS // peers))
+        pull_us = [us for _ in range(max(1, _REPEATS // peers)) for us in pulls()]
         return {
-            "pull_us": float(
-                np.median([_pulls(owner, reader, [0], [1], 1) for _ in repeats for owner in owners])
-            ),
+            "pull_us": float(np.median(pull_us)),
+            "connect_all_ms": sum(connect_us) / 1e3,
             "connect_all_cpu_ms": 1e3 * spent,
             "connected_mib": memory / 2**20,
             "idle_percent_of_a_core": _idle_percent(),
         }
+
+
+@contextmanager
+def _crowd(numbers: range) -> Iterator[Callable[[int], str]]:
+    """Runs owners in one process. Yields a function that returns a new ticket of one of them."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_offer, args=(theirs, numbers))
+    process.start()
+    theirs.close()
+
+    def offer(index: int) -> str:
+        pipe.send(index)
+        ticket: str = pipe.recv()
+        return ticket
+
+    try:
+        yield offer
+    except (EOFError, ConnectionError):
+        raise BenchError("a process of owners ended; see its messages above") from None
+    finally:
+        pipe.close()
+        process.join()
+
+
+def _offer(pipe: Connection, numbers: range) -> None:
+    with ExitStack() as stack, suppress(EOFError, ConnectionError):
+        owners = [_worker(stack, _layout(2), f"owner-{number}") for number in numbers]
+        while True:
+            owner = owners[pipe.recv()]
+            owner.events()  # takes the lease that was settled
+            pipe.send(owner.offer(next(_requests), [0], publish=False).to_text())
 
 
 def of_leases(leases: int) -> Costs:
@@ -260,7 +306,7 @@ def _resident_bytes() -> int:
 
 GROWTHS = (
     Growth("blocks of a pull", [4**power for power in range(9)], of_blocks, "copy_us"),
-    Growth("peers", [1, 4, 16, 64, 256], of_peers),
+    Growth("peers", [1, 4, 16, 64, 256, 1024], of_peers),
     Growth("leases out", [1, 8, 64, 512, 4096, 32768], of_leases),
     Growth("soft leases", [1, 8, 64, 512, 4096, 32768], of_soft_leases),
     Growth("prefixes of the directory", [1, 16, 256, 4096], of_prefixes),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvlink import _core
@@ -72,8 +72,8 @@ class AllPathStats:
         self._stats: dict[Path, _core.PathStats] = {}
         self._removed: dict[Path, PathCounts] = {}
         """The sums of the paths that made room, by transport."""
-        self.live: Callable[[], Collection[Path]] = tuple
-        """Returns the paths that are connected now."""
+        self.is_live: Callable[[Path], bool] = lambda _: False
+        """Returns whether a path is connected now."""
 
     def of_path(self, worker_id: str, transport: str) -> _core.PathStats:
         """Returns the counters for a new connection."""
@@ -86,8 +86,9 @@ class AllPathStats:
             return stats
 
     def _make_room(self) -> bool:
-        live = self.live()
-        oldest = next((path for path in self._stats if path not in live and path.worker_id != OTHERS), None)
+        oldest = next(
+            (path for path in self._stats if path.worker_id != OTHERS and not self.is_live(path)), None
+        )
         if oldest is None:
             return False
         counts, others = _read(self._stats.pop(oldest)), Path(OTHERS, oldest.transport)

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import operator
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvlink.transfer.shared_connect import SharedConnects
 from kvlink.types import PROTOCOL_VERSION, TransportCard, WorkerCard
 
 _DRAIN_TICK_S = 0.02
+_CHECKS = 16  # of older connections, whenever one is made
 _TRIAL_S = 5.0
 """How long a look for a better path takes at most."""
 
@@ -59,6 +61,10 @@ class Peers:
     on_opened: Callable[[Peer], object] = lambda _: None
     """Called with each owner that gets connected."""
     _peers: dict[tuple[str, int], Peer] = field(default_factory=dict)
+    _epochs: dict[str, set[int]] = field(default_factory=dict)
+    """The epochs of each worker in `_peers`."""
+    _checked_in_turns: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
+    """The keys of `_peers`. The first one has waited longest for a check of its connection."""
     _retiring: dict[asyncio.Task[None], Peer] = field(default_factory=dict)
     memory: PathMemory = field(default_factory=PathMemory)
     _improving: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
@@ -69,7 +75,7 @@ class Peers:
         """Registers callbacks. A forked child has no peers, because their connections belong to the parent."""
         self.connects = SharedConnects(self._connect)
         self.engine.on_forked = self._abandon
-        self.engine.path_stats.live = self._paths
+        self.engine.path_stats.is_live = self._is_live
 
     def get(self, worker_id: str, epoch: int) -> Peer | None:
         """Returns a peer whose connection worked when it was last used, or None."""
@@ -91,18 +97,21 @@ class Peers:
 
     def _abandon(self) -> None:
         _abandoned.append(self._peers)
-        self._peers = {}
+        self._forget_all()
 
-    def _paths(self) -> set[Path]:
-        """Returns the paths to connected owners."""
-        peers = [*self._peers.values()]
-        return {Path(peer.card.worker_id, peer.transport) for peer in peers if not peer.connection.broken}
+    def _forget_all(self) -> None:
+        self._peers, self._epochs, self._checked_in_turns = {}, {}, OrderedDict()
+
+    def _is_live(self, path: Path) -> bool:
+        """Returns whether a path leads to a connected owner."""
+        peers = [self._peers[path.worker_id, epoch] for epoch in self._epochs.get(path.worker_id, ())]
+        return any(peer.transport == path.transport and not peer.connection.broken for peer in peers)
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""
         for peer in [*self._peers.values(), *self._retiring.values()]:  # a copy: the loop may change both
             peer.connection.close()
-        self._peers.clear()
+        self._forget_all()
 
     async def _connect(self, key: tuple[str, int], agent: str, timeout_s: float, fresh: bool) -> Peer | None:
         known = self._peers.get(key)
@@ -297,11 +306,19 @@ class Peers:
         )
 
     def _replace(self, key: tuple[str, int], peer: Peer) -> None:
-        """Adds a peer and retires its predecessor, the peers of older epochs of the same worker, and broken ones."""
-        for known, old in list(self._peers.items()):
-            if old.connection.broken or (known[0] == key[0] and known[1] <= key[1]):
-                self._retire(self._peers.pop(known))
+        """Adds a peer and retires its predecessor, the peers of older epochs of the same worker, and broken ones.
+
+        Connecting must not take longer with many peers, so only some are checked, in turns.
+        """
+        for known in [(key[0], epoch) for epoch in self._epochs.get(key[0], ()) if epoch <= key[1]]:
+            self._drop(known)
+        for known in [*itertools.islice(self._checked_in_turns, _CHECKS)]:
+            self._checked_in_turns.move_to_end(known)
+            if self._peers[known].connection.broken:
+                self._drop(known)
         self._peers[key] = peer
+        self._epochs.setdefault(key[0], set()).add(key[1])
+        self._checked_in_turns[key] = None
         self._path_log.opened(peer)
         self.on_opened(peer)
 
@@ -309,6 +326,14 @@ class Peers:
         """Returns the owner to which a connection leads, also while that is being closed."""
         peers = [*self._peers.values(), *self._retiring.values()]
         return [peer for peer in peers if peer.connection.token == token]
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        epochs = self._epochs[key[0]]
+        epochs.discard(key[1])
+        if not epochs:
+            del self._epochs[key[0]]
+        del self._checked_in_turns[key]
+        self._retire(self._peers.pop(key))
 
     def _retire(self, peer: Peer) -> None:
         """Closes a connection after the pulls on its other lanes have ended."""

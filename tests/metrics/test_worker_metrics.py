@@ -266,7 +266,7 @@ def test_paths_beyond_the_bound_share_one_row() -> None:
     from kvlink.transfer.path_stats import MAX_PATHS, OTHERS, AllPathStats, Path
 
     stats = AllPathStats()
-    stats.live = lambda: {Path(f"w{index}", "tcp") for index in range(MAX_PATHS + 3)}
+    stats.is_live = lambda path: path.worker_id.startswith("w")
     for index in range(MAX_PATHS + 3):
         stats.of_path(f"w{index}", "tcp")
     counts = stats.counts()

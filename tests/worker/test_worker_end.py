@@ -213,7 +213,7 @@ def test_the_control_thread_loads_nothing_when_the_process_ends() -> None:
 def test_owners_that_are_gone_make_room() -> None:
     stats = AllPathStats()
     live = Path("oldest", "tcp")
-    stats.live = lambda: {live}
+    stats.is_live = lambda path: path == live
     stats.of_path(*live)
     for number in range(MAX_PATHS + 50):
         stats.of_path(f"owner-{number}", "tcp")
@@ -235,7 +235,7 @@ def test_an_owner_that_is_connected_again_is_not_the_oldest() -> None:
 def test_with_more_owners_than_paths_new_ones_share_one() -> None:
     stats = AllPathStats()
     paths = [Path(f"owner-{number}", "tcp") for number in range(MAX_PATHS + 2)]
-    stats.live = lambda: paths
+    stats.is_live = lambda path: path in paths
     tallies = [stats.of_path(*path) for path in paths]
     assert tallies[-1] is tallies[-2]
     assert Path(OTHERS, "tcp") in stats.counts()
