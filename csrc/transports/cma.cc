@@ -40,6 +40,7 @@ constexpr uint32_t kMostPieceBytes = 256 << 10;
 constexpr size_t kPieceWork = 4 << 10;
 constexpr size_t kSharedWork = 1 << 20;
 constexpr size_t kPartWork = 256 << 10;
+constexpr int64_t kWorkPerUs = 5'800;  // of one thread
 
 uint64_t inode_of(int fd) {
   struct stat found{};
@@ -98,8 +99,8 @@ class CmaEndpoint : public QueuedEndpoint {
       gather(read.chunk, to, budget);
       if (kCopiesInOrder && behind && to.moved == read.bytes && is_one_slot(*behind)) slot = behind;
     }
-    if (to.moved - read.at.moved + num_local_ * kPieceWork >= kSharedWork) {
-      if (Status status = copy_parts(read); !status.ok() || read.at.moved < to.moved) return status;
+    if (const size_t work = to.moved - read.at.moved + num_local_ * kPieceWork; work >= kSharedWork) {
+      if (Status status = copy_parts(read, work); !status.ok() || read.at.moved < to.moved) return status;
       if (!slot) return {};
       num_local_ = num_remote_ = 0;
     }
@@ -191,9 +192,9 @@ class CmaEndpoint : public QueuedEndpoint {
   }
 
   /// Copies what gather() has listed by up to two threads, and counts what has come without a gap.
-  Status copy_parts(Read& read) {
+  Status copy_parts(Read& read, size_t work) {
     helper_->run([](void* self, uint32_t part) { static_cast<CmaEndpoint*>(self)->copy_part(part); }, this,
-                 static_cast<uint32_t>(num_parts_));
+                 static_cast<uint32_t>(num_parts_), static_cast<int64_t>(work) * 1000 / kWorkPerUs);
     size_t came = 0;
     for (size_t i = 0; i < num_parts_; ++i) {
       const Part& part = parts_[i];

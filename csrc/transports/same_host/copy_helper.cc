@@ -12,9 +12,8 @@
 namespace kvlink {
 namespace {
 
-constexpr int64_t kSpinNs = 40'000;     // somewhat more than a part takes
-constexpr uint32_t kUsefulShare = 4;    // a helper that copies less than a quarter was late
-constexpr uint32_t kMostSkipped = 256;  // work in a row for which a late helper is not woken
+constexpr int64_t kSpinNs = 40'000;   // somewhat more than a part takes
+constexpr uint32_t kUsefulShare = 4;  // a helper that copies less than a quarter was late
 
 /// Returns the cores of the calling thread without the one that it runs on; none if it has no other.
 cpu_set_t other_cores() {
@@ -32,9 +31,9 @@ bool has_another_core() {
 
 }  // namespace
 
-void CopyHelper::run(CopyPart copy, void* context, uint32_t num_parts) {
+void CopyHelper::run(CopyPart copy, void* context, uint32_t num_parts, int64_t alone_ns) {
   const bool helped = num_parts > 1 && !taken_.exchange(true, std::memory_order_acquire);
-  if (!helped || !starts()) {
+  if (!helped || !starts(alone_ns)) {
     for (uint32_t part = 0; part < num_parts; ++part) copy(context, part);
     if (helped) taken_.store(false, std::memory_order_release);
     return;
@@ -44,23 +43,20 @@ void CopyHelper::run(CopyPart copy, void* context, uint32_t num_parts) {
   num_parts_ = num_parts;
   next_part_.store(0, std::memory_order_relaxed);
   num_helped_.store(0, std::memory_order_relaxed);
+  joined_ns_.store(0, std::memory_order_relaxed);
+  const int64_t began = now_ns();
   state_.store(kPosted, std::memory_order_release);
   state_.notify_one();
-  const int64_t began = now_ns();
   copy_parts();
   const int64_t worked = now_ns();
   wait_for_helper();
-  learn(num_parts, worked - began, now_ns() - worked);
+  learn(num_parts, began, worked - began, now_ns() - worked);
   taken_.store(false, std::memory_order_release);
 }
 
 /// Returns whether this work is to be shared. Starts the thread at the first.
-bool CopyHelper::starts() {
-  if (num_skipped_ < num_to_skip_) {
-    ++num_skipped_;
-    return false;
-  }
-  num_skipped_ = 0;
+bool CopyHelper::starts(int64_t alone_ns) {
+  if (!policy_.shares(alone_ns)) return false;
   if (is_alone_ || thread_.joinable()) return !is_alone_;
   is_alone_ = !has_another_core();
   if (is_alone_) return false;
@@ -76,6 +72,7 @@ void CopyHelper::serve() {
     uint32_t state = state_.load(std::memory_order_acquire);
     if (state == kStopping) return;
     if (state == kPosted && state_.compare_exchange_strong(state, kJoined, std::memory_order_acq_rel)) {
+      joined_ns_.store(now_ns(), std::memory_order_relaxed);
       num_helped_.store(copy_parts(), std::memory_order_relaxed);
       state_.store(kIdle, std::memory_order_release);
       state_.notify_one();
@@ -105,16 +102,14 @@ void CopyHelper::wait_for_helper() {
   while (state_.load(std::memory_order_acquire) == kJoined) state_.wait(kJoined, std::memory_order_acquire);
 }
 
-/// Wakes a late helper less and less often. It may have waited for the caller's own core, where Linux often
-/// wakes a thread, so it is sent to another; if it is late there, too, all cores are busy.
-void CopyHelper::learn(uint32_t num_parts, int64_t worked_ns, int64_t waited_ns) {
-  const bool useful =
-      num_helped_.load(std::memory_order_relaxed) * kUsefulShare >= num_parts && waited_ns < worked_ns;
-  if (useful) {
-    num_to_skip_ = 0;
-    return;
-  }
-  num_to_skip_ = std::min(2 * num_to_skip_ + 1, kMostSkipped);
+/// A late helper may have waited for the caller's own core, where Linux often wakes a thread, so it is sent
+/// to another; if it is late there, too, all cores are busy.
+void CopyHelper::learn(uint32_t num_parts, int64_t began, int64_t worked_ns, int64_t waited_ns) {
+  const bool late =
+      num_helped_.load(std::memory_order_relaxed) * kUsefulShare < num_parts || waited_ns >= worked_ns;
+  const int64_t joined = joined_ns_.load(std::memory_order_relaxed);
+  policy_.learn(joined == 0 ? worked_ns : joined - began, late);
+  if (!late) return;
   if (const cpu_set_t others = other_cores(); CPU_COUNT(&others) > 0) {  // best effort
     ::pthread_setaffinity_np(thread_.native_handle(), sizeof others, &others);
   }

@@ -375,6 +375,7 @@ TEST(Loopback, RefusesOtherProcesses) {
 }
 
 constexpr uint32_t kParts = 32;
+constexpr int64_t kLong = 1'000'000'000;  // worth sharing on any machine
 
 /// Counts, without atomics, how often each part is copied: two threads that copy one part are a race.
 struct Work {
@@ -386,12 +387,57 @@ struct Work {
   }
 };
 
+TEST(SharingPolicy, SharesWhatTakesLongerThanWaking) {
+  SharingPolicy policy;
+  EXPECT_TRUE(policy.shares(50'000)) << "nothing is known yet";
+  policy.learn(10'000, false);
+  EXPECT_TRUE(policy.shares(50'000));
+  policy.learn(10'000, false);
+  EXPECT_FALSE(policy.shares(39'000));
+}
+
+TEST(SharingPolicy, FollowsAMachineThatBecomesSlowOrFast) {
+  SharingPolicy policy;
+  policy.learn(10'000, false);
+  for (int i = 0; i < 20; ++i) policy.learn(40'000, false);
+  EXPECT_FALSE(policy.shares(100'000));
+  EXPECT_TRUE(policy.shares(200'000)) << "so that a second thread is of use there";
+  uint32_t skipped = 0;
+  while (!policy.shares(100'000)) ++skipped;
+  EXPECT_EQ(skipped, 256u) << "then it looks again";
+  for (int i = 0; i < 20; ++i) policy.learn(10'000, false);
+  EXPECT_TRUE(policy.shares(100'000));
+}
+
+TEST(SharingPolicy, IsNotMisledByAThreadThatWaitedForItsCore) {
+  SharingPolicy policy;
+  policy.learn(kLong, false);
+  EXPECT_TRUE(policy.shares(200'000));
+  EXPECT_FALSE(policy.shares(199'000));
+}
+
+TEST(SharingPolicy, WakesALateThreadLessAndLessOften) {
+  SharingPolicy policy;
+  const auto skipped = [&policy] {
+    uint32_t count = 0;
+    while (!policy.shares(kLong)) ++count;
+    return count;
+  };
+  for (const uint32_t wanted : {0u, 1u, 3u, 7u, 15u, 31u, 63u, 127u, 255u, 256u, 256u}) {
+    EXPECT_EQ(skipped(), wanted);
+    policy.learn(10'000, true);
+  }
+  EXPECT_EQ(skipped(), 256u);
+  policy.learn(10'000, false);
+  EXPECT_EQ(skipped(), 0u);
+}
+
 TEST(CopyHelper, CopiesEachPartOnceBeforeItReturns) {
   CopyHelper helper;
   for (uint32_t round = 0; round < 3000; ++round) {
     Work work;
     const uint32_t parts = round % (kParts + 1);
-    helper.run(&Work::copy, &work, parts);
+    helper.run(&Work::copy, &work, parts, kLong);
     for (uint32_t part = 0; part < kParts; ++part) ASSERT_EQ(work.copied[part], part < parts ? 1u : 0u);
   }
 }
@@ -403,7 +449,7 @@ TEST(CopyHelper, WorksForOneCallerAndTheOthersWorkAlone) {
     callers.emplace_back([&helper] {
       for (int round = 0; round < 1000; ++round) {
         Work work;
-        helper.run(&Work::copy, &work, kParts);
+        helper.run(&Work::copy, &work, kParts, kLong);
         for (const uint32_t copied : work.copied) EXPECT_EQ(copied, 1u);
       }
     });
@@ -415,7 +461,7 @@ TEST(CopyHelper, LeavesItsWorkToTheCallerOnceStopped) {
   CopyHelper helper;
   for (int round = 0; round < 3; ++round) {
     Work work;
-    helper.run(&Work::copy, &work, kParts);
+    helper.run(&Work::copy, &work, kParts, kLong);
     for (const uint32_t copied : work.copied) EXPECT_EQ(copied, 1u);
     helper.stop();
     helper.stop();
@@ -425,7 +471,7 @@ TEST(CopyHelper, LeavesItsWorkToTheCallerOnceStopped) {
 TEST(CopyHelper, AForkedChildIsNotHeldUpByTheThreadThatItLacks) {
   auto helper = std::make_unique<CopyHelper>();
   Work work;
-  helper->run(&Work::copy, &work, kParts);
+  helper->run(&Work::copy, &work, kParts, kLong);
   const pid_t child = ::fork();
   if (child == 0) {
     helper.reset();
