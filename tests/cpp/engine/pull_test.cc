@@ -61,6 +61,13 @@ struct PullTest : TransferTest {
   int failures = 0;                                // of a relay
   std::vector<PullState> seen_failing;             // what the others saw meanwhile
 
+  /// A transfer keeps the pull that follows it until it ends, as lanes see to.
+  void TearDown() override {
+    for (const auto& transfer : started) {
+      if (transfer) transfer->refuse(Status::Cancelled("the test is over"), 0);
+    }
+  }
+
   /// The first attempt has been asked for.
   void wait_for_owners(int64_t deadline = kLate, uint32_t num_sources = 0) {
     RelayContext relaying;
