@@ -37,10 +37,12 @@ const char* held() {
   return file != nullptr && ::access(file, F_OK) == 0 ? file : nullptr;
 }
 
+std::atomic<bool> held_by_test{false};
+
 void begin_late() {
   do {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
-  } while (held() != nullptr);
+  } while (held() != nullptr || held_by_test);
 }
 
 }  // namespace
@@ -113,6 +115,8 @@ extern "C" {
 
 /// Returns how many copies of one piece each there were.
 int fake_cuda_copies() { return copies; }
+/// As FAKE_CUDA_HELD does, for a test of the same process.
+void fake_cuda_hold(int hold) { held_by_test = hold != 0; }
 int fake_cuda_live() { return live; }
 /// Returns how much work of streams has not ended.
 int fake_cuda_unfinished() { return unfinished; }
