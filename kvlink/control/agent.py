@@ -182,7 +182,8 @@ class AgentClients:
         await asyncio.gather(*self._closing)
 
     def _close_unused(self, now: float) -> None:
-        for address, (client, asked_for) in list(self._kept.items()):
+        while self._kept:
+            address, (client, asked_for) = next(iter(self._kept.items()))
             if asked_for >= now - _UNUSED_S:
                 return
             del self._kept[address]

@@ -7,6 +7,7 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 from kvlink import _core
@@ -16,6 +17,7 @@ MAX_PATHS = 256
 """The number of owner and transport pairs with their own counters. Beyond it, the oldest pair that is not connected
 makes room for a new pair and counts under `OTHERS` from then on. If all are connected, the new pair counts there."""
 OTHERS = "(others)"
+_CHECKS = 16  # of paths, whenever one needs room
 
 
 class Path(NamedTuple):
@@ -86,14 +88,16 @@ class AllPathStats:
             return stats
 
     def _make_room(self) -> bool:
-        oldest = next(
-            (path for path in self._stats if path.worker_id != OTHERS and not self.is_live(path)), None
-        )
-        if oldest is None:
-            return False
-        counts, others = _read(self._stats.pop(oldest)), Path(OTHERS, oldest.transport)
-        self._removed[others] = counts.plus(self._removed[others]) if others in self._removed else counts
-        return True
+        """Removes the oldest path that is not connected, of some that are checked in turns."""
+        for path in [*islice(self._stats, _CHECKS)]:
+            stats = self._stats.pop(path)
+            if path.worker_id == OTHERS or self.is_live(path):
+                self._stats[path] = stats
+                continue
+            counts, others = _read(stats), Path(OTHERS, path.transport)
+            self._removed[others] = counts.plus(self._removed[others]) if others in self._removed else counts
+            return True
+        return False
 
     def path(self, worker_id: str, transport: str) -> Path:
         """Returns the path under which this owner is counted."""

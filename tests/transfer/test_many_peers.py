@@ -73,6 +73,15 @@ def test_a_connection_looks_at_few_others(peers: Recorded) -> None:
     assert (len(peers.all()), peers.retired) == (MANY, [])
 
 
+def test_a_path_beyond_the_bound_checks_few_others(peers: Recorded, stats: AllPathStats) -> None:
+    for number in range(MANY):
+        before = _Connection.looks
+        stats.of_path(f"owner-{number}", "shm")
+        assert _Connection.looks - before <= MOST_LOOKS
+        peers.add(f"owner-{number}")
+    assert len(stats.counts()) == MAX_PATHS + 1
+
+
 def test_every_broken_connection_is_let_go_in_the_end(peers: Recorded) -> None:
     made = [peers.add(f"owner-{number}") for number in range(100)]
     for each in made[::2]:
@@ -103,7 +112,8 @@ def test_paths_of_connected_owners_keep_their_counts(peers: Recorded, stats: All
     broken = peers.get("owner-7", 1)
     assert broken is not None
     cast(Any, broken.connection).is_broken = True
-    stats.of_path("one-more", "shm")
+    for _ in range(MAX_PATHS // 16):
+        stats.of_path("one-more", "shm")
     assert stats.path("one-more", "shm") == Path("one-more", "shm")
     assert Path("owner-7", "shm") not in stats.counts()
     assert not peers._is_live(Path("owner-8", "tcp"))
