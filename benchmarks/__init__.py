@@ -416,6 +416,8 @@ def measure_peers(
         raise typer.BadParameter("not a folder", param_hint="--environments")
     environments = environments or Path("build/peers")
     run.check_paths(path)
+    if model and not suite:
+        raise typer.BadParameter("replaces the geometry of a --suite, which is missing", param_hint="--model")
     shapes = (
         run.bursts(suite_of(suite, model), int(pool_gib * 2**30))
         if suite

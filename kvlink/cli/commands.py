@@ -293,7 +293,17 @@ def _told(error: Exception) -> tuple[str, int]:
 
 
 REPEATABLE = frozenset(
-    {"--block-bytes", "--blocks", "--decode", "--host", "--prefill", "--tenant", "--tokens", "--workers"}
+    {
+        "--block-bytes",
+        "--blocks",
+        "--decode",
+        "--host",
+        "--prefill",
+        "--suite",
+        "--tenant",
+        "--tokens",
+        "--workers",
+    }
 )
 """Options that some command takes several times. A test compares them with the commands."""
 

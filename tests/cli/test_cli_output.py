@@ -301,7 +301,7 @@ NO_NAME = ("bogus", "ä b", ",")
 # What an option takes, where it is not a number. Text that kvlink only passes on cannot be wrong here.
 WRONG: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("--tenants", "--calibrate", "--prompt-file", "--tokens-file"), UNREADABLE),
-    **dict.fromkeys(("--chat", "results", "files"), UNREADABLE),
+    **dict.fromkeys(("--chat", "--suite", "results", "files"), UNREADABLE),
     **dict.fromkeys(("--log", "--output", "--token"), UNWRITABLE),
     **dict.fromkeys(("--dir", "--environments"), NO_FOLDER),
     "--chart": ("/proc/x", "/dev/null", "LOCKED/x"),
