@@ -9,6 +9,7 @@ Each cost is the least of some repeats, since load of the machine only adds to i
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import multiprocessing
 import time
@@ -132,6 +133,7 @@ def of_peers(peers: int) -> Costs:
                 took.append((time.perf_counter_ns() - start) / 1e3)
             return took
 
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what smaller numbers of peers left
         memory, spent = _resident_bytes(), time.process_time()
         connect_us = pulls()
