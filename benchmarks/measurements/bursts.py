@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.owner import stacked
-from ..harness.processes import BenchError
 from ..harness.results import verified
 from ..harness.statistics import histogram, quantiles_us
 from ..peers.contender import KVLINK, Contender, Shape, of_burst
-from ..peers.contest import Score, held
+from ..peers.contest import Score, check, held
 from ..peers.here import Kvlink
 from ..workloads.suites import Point, Suite
 
@@ -38,9 +36,8 @@ def rows(suite: Suite, point: Point, transport: str, pool_bytes: int) -> Iterato
     for batch in point.batches:
         shape = of_burst(suite.name, point, batch)
         common: Row = {"peer": KVLINK, "mode": transport, **shape.name}
-        needed = stacked(shape.geometries)[-1].region_bytes[0]
-        if needed > pool_bytes:
-            why = f"this and larger bursts need {needed / 2**30:.2g} GiB or more at each end (--pool-gib)"
+        if shape.pool_bytes > pool_bytes:
+            why = f"this and larger bursts need {shape.pool_bytes / 2**30:.2g} GiB or more at each end (--pool-gib)"
             yield common | {"why_not": why}
             return
         with closing(Kvlink(transport, transport, shape, _SEED)) as ours:
@@ -58,11 +55,7 @@ def _row(suite: Suite, shape: Shape, ours: Kvlink) -> Row:
             score.add(more)
     for way in ways[1:]:
         way.close()
-    for way, score in zip(ways, scores, strict=True):
-        if score.why_not:
-            raise BenchError(score.why_not)
-        if score.wrong and way is not ours:
-            raise BenchError(f"{way.info.mode} copied wrong bytes, so the limit is invalid; report this")
+    check(ways, scores)
     score, gib = scores[0], shape.num_bytes / 2**30
     p50 = median_low(score.us)
     row: Row = {

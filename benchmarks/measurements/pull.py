@@ -21,11 +21,10 @@ from ..harness.baselines import references_of
 from ..harness.block_draws import Order
 from ..harness.options import use_cpus
 from ..harness.owner import memory_for
-from ..harness.processes import BenchError
 from ..harness.results import verified
 from ..harness.statistics import histogram, quantiles_us
-from ..peers.contender import KVLINK, Contender, Shape, of_blocks
-from ..peers.contest import Score, held
+from ..peers.contender import Contender, Shape, of_blocks
+from ..peers.contest import Score, check, held
 from ..peers.here import Kvlink
 
 _BLOCK_BYTES, _BLOCKS = (16 << 10, 64 << 10), 4096
@@ -75,11 +74,7 @@ def rows(
         us = _referred(ours, block_bytes, blocks, transport)
         for each in bare:
             each.close()
-    for way, score in zip(ways, scores, strict=True):
-        if score.why_not:
-            raise BenchError(score.why_not)
-        if score.wrong and way.info.peer != KVLINK:
-            raise BenchError(f"{way.info.mode} copied wrong bytes, so the limit is invalid; report this")
+    check(ways, scores)
     yield {
         "transport": transport,
         "block_bytes": block_bytes,

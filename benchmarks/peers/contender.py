@@ -12,7 +12,7 @@ from kvlink.layout import Geometry
 
 from ..harness.block_draws import Order
 from ..harness.contents import Ids
-from ..harness.owner import flat
+from ..harness.owner import flat, stacked
 from ..workloads.suites import Point
 
 Row = Mapping[str, Any]
@@ -64,6 +64,11 @@ class Shape(NamedTuple):
         """Returns how many pieces a transfer has if none of its blocks adjoin."""
         pairs = zip(self.geometries, self.blocks, strict=True)
         return self.requests * sum(planes_of(each) * blocks for each, blocks in pairs)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Returns the size of the pool at each end."""
+        return stacked(self.geometries)[-1].region_bytes[0]
 
     def draws(self, order: Order, rng: np.random.Generator, transfers: int) -> list[Draw]:
         """Draws the blocks of a turn. The first draw has one block of each group, or one run, and only warms up."""

@@ -22,6 +22,7 @@ from kvlink.errors import KVLinkError
 from kvlink.transfer.engine import host_transports
 
 from ..harness.machine import OtherLoad
+from ..harness.processes import BenchError
 from ..harness.results import verified
 from ..harness.statistics import quantiles_us
 from .contender import KVLINK, Contender, ContenderInfo, Draw, Shape, limit_of
@@ -146,6 +147,15 @@ def held(
             draws = _draws(contender, rng, shape, min(left(score), shape.transfers))
             _guarded(_turn, contender, score, draws)
     return scores
+
+
+def check(ways: Sequence[Contender], scores: Sequence[Score]) -> None:
+    """Raises BenchError if a way ended with an error, or if a bare one moved wrong bytes."""
+    for way, score in zip(ways, scores, strict=True):
+        if score.why_not:
+            raise BenchError(score.why_not)
+        if score.wrong and way.info.peer != KVLINK:
+            raise BenchError(f"{way.info.mode} copied wrong bytes, so the limit is invalid; report this")
 
 
 def _tour(contender: Contender, score: Score, shape: Shape) -> None:

@@ -11,7 +11,6 @@ from typing import IO, Any
 
 from kvlink.errors import ConfigError
 
-from ..harness.owner import stacked
 from ..workloads.suites import Suite
 from . import contest
 from .contender import Shape, of_blocks, of_burst
@@ -41,12 +40,8 @@ def shapes(block_bytes: Sequence[int] | None, blocks: Sequence[int] | None) -> l
 
 def bursts(suite: Suite, pool_bytes: int) -> list[Shape]:
     """Returns the bursts of a suite for which pools of `pool_bytes` are large enough. Raises ConfigError for none."""
-    found = [
-        of_burst(suite.name, point, batch)
-        for point in suite.points
-        for batch in point.batches
-        if stacked(point.geometries(batch))[-1].region_bytes[0] <= pool_bytes
-    ]
+    every = (of_burst(suite.name, point, batch) for point in suite.points for batch in point.batches)
+    found = [shape for shape in every if shape.pool_bytes <= pool_bytes]
     if not found:
         raise ConfigError("a pool for the smallest burst is larger than --pool-gib")
     return found
