@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -110,21 +111,21 @@ TEST_F(CudaCopy, LongListsThatFindNoTableAreSeveralLaunches) {
   const auto launched = [] { return from_fake_cuda<int()>("fake_cuda_launches")(); };
   const auto copies = copier(kImage);
   const auto queue = *copies->open_queue();
-  std::vector<CopyPiece> pieces;
-  for (uint64_t at = 0; at < kHostBytes / 2; at += 256)
-    pieces.push_back({device(at), host->range().base + at, 256});
+  std::array<std::vector<CopyPiece>, 2> halves;  // one for each stream of the queue, which take turns
+  for (uint64_t at = 0; at < kHostBytes; at += 256)
+    halves[at / (kHostBytes / 2)].push_back({device(at), host->range().base + at, 256});
   std::vector<int> each;
   std::vector<uint64_t> numbers;
-  for (int i = 0; i < 17; ++i) {
+  for (size_t i = 0; i < 17; ++i) {
     const int before = launched();
-    numbers.push_back(*queue->start(CopyTo::kSlot, pieces));
+    numbers.push_back(*queue->start(CopyTo::kSlot, halves[i % 2]));
     each.push_back(launched() - before);
   }
   EXPECT_EQ(each, (std::vector<int>{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 13}));
   queue->drain();
   for (const uint64_t number : numbers) EXPECT_TRUE(*queue->done(number));
   const int before = launched();
-  ASSERT_TRUE(queue->start(CopyTo::kSlot, pieces).ok());
+  ASSERT_TRUE(queue->start(CopyTo::kSlot, halves[0]).ok());
   EXPECT_EQ(launched() - before, 1) << "the tables came back";
 }
 
@@ -132,12 +133,13 @@ TEST_F(CudaCopy, KnowsEachStartByItsNumber) {
   const auto copies = copier();
   const auto queue = *copies->open_queue();
   std::byte* const pinned = host->range().base;
-  const CopyPiece piece{device(), pinned, 4096};
+  const std::array<CopyPiece, 2> pieces{{{device(), pinned, 4096}, {device(), pinned + 4096, 4096}}};
   std::vector<uint64_t> numbers;
   const auto hold = from_fake_cuda<void(int)>("fake_cuda_hold");
   for (int round = 0; round < 3; ++round) {
     hold(1);
-    for (int i = 0; i < 10; ++i) numbers.push_back(*queue->start(CopyTo::kSlot, std::span(&piece, 1)));
+    for (size_t i = 0; i < 10; ++i)  // one piece for each stream of the queue, which take turns
+      numbers.push_back(*queue->start(CopyTo::kSlot, std::span(&pieces[i % 2], 1)));
     EXPECT_FALSE(*queue->done(numbers.back()));
     hold(0);
     queue->drain();

@@ -332,9 +332,9 @@ TEST_F(CudaVisible, SaysWhyTheDriverRefusesAHiddenGpu) {
 }
 
 TEST_F(CudaVisible, NamesTwoVisibleGpusThatDoNotReachEachOther) {
-  TwoGpus machine;
-  const Variable both("CUDA_VISIBLE_DEVICES", "0,1"), no_peers("FAKE_CUDA_NO_PEERS", "1");
   for (const Kind kind : {Kind::kMalloc, Kind::kKvlink}) {
+    TwoGpus machine;
+    const Variable both("CUDA_VISIBLE_DEVICES", "0,1"), no_peers("FAKE_CUDA_NO_PEERS", "1");
     const Status status = machine.connect(kind);
     EXPECT_TRUE(mentions(status.what(), "GPU 0 does not reach GPU 1")) << status.what();
   }

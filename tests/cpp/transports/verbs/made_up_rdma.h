@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -32,8 +33,8 @@ struct Device {
   std::vector<Asked> asked;
   std::map<uint32_t, std::vector<uint64_t>> unanswered;  // work requests by queue pair
   std::deque<ibv_wc> completions;
-  uint32_t next_qpn = 17;
   bool closed = false;
+  std::atomic<uint32_t> next_qpn = 17;
   /// The kernel's search for the address of the other end, whose queue pair it is given.
   std::function<int(uint32_t)> on_rtr = [](uint32_t) { return 0; };
   std::function<void()> on_destroy = [] {};  // of a queue pair
