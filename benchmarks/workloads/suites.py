@@ -62,12 +62,11 @@ class Point(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A workload. A trial has `warm_up` bursts, then `bursts` that count; `left_out` is what kvlink has no way for."""
+    """A workload. A trial has `bursts` that count; `left_out` is what kvlink has no way for."""
 
     name: str
     points: tuple[Point, ...]
     trials: int
-    warm_up: int
     bursts: int
     left_out: tuple[str, ...] = ()
 
@@ -161,7 +160,6 @@ def _kv_transfer(sweep: Mapping[str, Any], wanted: Model | None) -> Suite:
         "kv-transfer",
         tuple(point._replace(workload=f"kv-{wanted.name}") if wanted else point for point in points),
         _number(timing, "trials_per_point"),
-        _number(timing, "warmup_per_trial"),
         _number(timing, "reps_per_trial"),
         tuple(f"{op}: with kvlink the reader moves the bytes, and nobody writes to it" for op in others),
     )
@@ -210,7 +208,7 @@ def _kvbench(configuration: Mapping[str, Any], model: Model) -> Suite:
     group = Group(1, row * layers, page, tokens) if pattern == "block" else Group(layers, row, page, tokens)
     name = f"{model.name} tp{tp} pp{stages} {pattern}"
     return Suite(
-        "kvbench", (Point(name, tokens, page, (group,), (_number(runtime, "num_requests"),)),), 1, 2, 24
+        "kvbench", (Point(name, tokens, page, (group,), (_number(runtime, "num_requests"),)),), 1, 24
     )
 
 

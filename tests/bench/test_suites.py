@@ -91,7 +91,7 @@ def kvbench(
 
 def test_a_sweep_has_each_prompt_and_page_with_bursts_of_all_sizes(tmp_path: Path) -> None:
     suite = suite_of([sweep(tmp_path)])
-    assert (suite.name, suite.trials, suite.warm_up, suite.bursts) == ("kv-transfer", 2, 1, 2)
+    assert (suite.name, suite.trials, suite.bursts) == ("kv-transfer", 2, 2)
     assert [(point.tokens, point.page_tokens) for point in suite.points] == [
         (200, 16), (200, 64), (8192, 16), (8192, 64)
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_files_that_are_no_workload_are_refused(tmp_path: Path) -> None:
 
 
 def small(point: Point, *batches: int) -> tuple[Suite, Point]:
-    return Suite("kv-transfer", (), 2, 1, 2), point._replace(batches=batches)
+    return Suite("kv-transfer", (), trials=2, bursts=2), point._replace(batches=batches)
 
 
 @pytest.mark.verify
